@@ -31,7 +31,7 @@ from verlite.engine.fsdp import TrainEngine
 from verlite.rollout.batched import BatchedEngine, build_engine
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.collective import Receiver, Sender
+from verlite.weights.collective import WeightReceiver, WeightSender
 from verlite.weights.cuda_ipc import BucketStream, Publisher
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import tensor_fingerprint
@@ -95,7 +95,7 @@ class Collective(SharedMemory):
     def __init__(self) -> None:
         super().__init__()
         cpu = torch.device("cpu")
-        self.sender, self.receiver = Sender("127.0.0.1", 1, cpu), Receiver(cpu)
+        self.sender, self.receiver = WeightSender("127.0.0.1", 1, cpu), WeightReceiver(cpu)
 
     def publish(self, weights: Named, bucket_bytes: int, version: int) -> None:
         received = self.pool.submit(self.receiver.receive, self.sender.offer(), 1)

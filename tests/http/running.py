@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from fastapi import FastAPI
 
-from verlite.http.server import Server, bind, url
+from verlite.http.server import HTTPServer, bind, url
 
 
 @contextmanager
 def running(app: FastAPI, port: int = 0) -> Iterator[str]:
     """Serve on loopback and yield the address. Port 0: a free one."""
     bound = bind("127.0.0.1", port)
-    server = Server(app, "ready")
+    server = HTTPServer(app, "ready")
     thread = threading.Thread(target=server.run, args=[[bound]])
     thread.start()
     try:

@@ -26,7 +26,7 @@ from verlite.launch import (
     ray_daemons,
     start,
 )
-from verlite.launch.head import Head, Source
+from verlite.launch.head import Head, HeadSource
 from verlite.launch.ray_start import main as run_ray_start
 
 HEAD = Head("10.0.0.1:6379", "c1", True, "gpu-0", 1000.0)
@@ -126,14 +126,14 @@ def test_stop_leaves_the_head_file_of_a_newer_cluster(tmp_path):
 
 def test_missing_head_file_is_waited_for_and_named(tmp_path):
     with pytest.raises(ConnectionError, match=r"ray_head_ip.txt does not exist. Rank 0 writes it"):
-        head.find_head(Source(tmp_path))
+        head.find_head(HeadSource(tmp_path))
 
 
 def test_wait_for_the_head_is_bounded_and_says_why(tmp_path):
     said = []
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="gave up after 0 s .--wait.: .* does not exist"):
-        start._wait_for_head(Source(tmp_path, wait_s=0.3), said.append)
+        start._wait_for_head(HeadSource(tmp_path, wait_s=0.3), said.append)
     assert time.monotonic() - begin < 3
     assert len(said) == 1 and "giving up in" in said[0]
 
@@ -143,25 +143,25 @@ def test_stale_head_file_is_not_followed(tmp_path, monkeypatch):
     token = head.create_token(tmp_path)
     monkeypatch.setattr(head, "answers", lambda address: False)
     with pytest.raises(ConnectionError, match="10.0.0.1:6379, started .* where no Ray answers"):
-        head.find_head(Source(tmp_path))
+        head.find_head(HeadSource(tmp_path))
     answering(monkeypatch, ClusterView("c2", "", [node(0, is_head=True)]), token)
     with pytest.raises(ConnectionError, match="another cluster answers there now"):
-        head.find_head(Source(tmp_path))
+        head.find_head(HeadSource(tmp_path))
     answering(monkeypatch, ClusterView("c1", "", [node(0, is_head=True)]), "another token")
     with pytest.raises(ConnectionError, match="refuses the token of that folder"):
-        head.find_head(Source(tmp_path))
+        head.find_head(HeadSource(tmp_path))
     answering(monkeypatch, ClusterView("c1", "", []), token)
     with pytest.raises(ConnectionError, match="own node has not joined"):
-        head.find_head(Source(tmp_path))
+        head.find_head(HeadSource(tmp_path))
     view = ClusterView("c1", "", [node(0, is_head=True)])
     answering(monkeypatch, view, token)
-    assert head.find_head(Source(tmp_path)) == ("10.0.0.1:6379", token, view)
+    assert head.find_head(HeadSource(tmp_path)) == ("10.0.0.1:6379", token, view)
 
 
 def test_the_dashboards_port_as_the_heads_is_named(monkeypatch):
     monkeypatch.setattr(head, "answers", lambda address: False)
     with pytest.raises(ConnectionError, match="8265 is the dashboard's port.*head's: 6379"):
-        head.find_head(Source(None, "10.0.0.1:8265"))
+        head.find_head(HeadSource(None, "10.0.0.1:8265"))
 
 
 def test_a_taken_dashboard_port_is_named():
@@ -173,7 +173,7 @@ def test_a_taken_dashboard_port_is_named():
 
 def test_wrong_token_with_a_given_head_is_not_waited_for(monkeypatch):
     answering(monkeypatch, ClusterView("c1", "", [node(0, is_head=True)]))
-    source = Source(None, "10.0.0.1:6379")
+    source = HeadSource(None, "10.0.0.1:6379")
     with pytest.raises(ClusterError, match="needs a token that all nodes know"):
         head.find_head(source)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
@@ -190,19 +190,19 @@ def test_wrong_token_with_a_given_head_is_not_waited_for(monkeypatch):
 def test_token_exported_for_an_earlier_cluster_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(ray_node.token_path()))
-    assert head.given_token(Source(tmp_path)) is None
+    assert head.given_token(HeadSource(tmp_path)) is None
     other = tmp_path / "mine"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
     with pytest.raises(ClusterError, match="mine cannot be read: No such file"):
-        head.given_token(Source(tmp_path))
+        head.given_token(HeadSource(tmp_path))
     other.write_text("secret\n")
-    assert head.given_token(Source(tmp_path)) == "secret"
+    assert head.given_token(HeadSource(tmp_path)) == "secret"
 
 
 def test_second_head_is_refused_while_the_first_runs(tmp_path, monkeypatch):
     head.write_head(tmp_path, HEAD)
     token = head.create_token(tmp_path)
-    source = Source(tmp_path)
+    source = HeadSource(tmp_path)
     answering(monkeypatch, ClusterView("c1", "", []), token)
     with pytest.raises(ClusterError, match="names a head that runs: 10.0.0.1:6379 on gpu-0"):
         start._refuse_second_head(source, tmp_path, "10.0.0.2:6379", print)
@@ -219,7 +219,7 @@ def test_second_head_at_the_same_address_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
     answering(monkeypatch, ClusterView("c1", "", []), token)
     with pytest.raises(ClusterError, match="names a head that runs"):
-        start._refuse_second_head(Source(tmp_path), tmp_path, HEAD.address, print)
+        start._refuse_second_head(HeadSource(tmp_path), tmp_path, HEAD.address, print)
     assert head.read_token(tmp_path) == token
 
 
@@ -235,14 +235,14 @@ def test_head_file_without_a_token_is_not_replaced_while_a_ray_answers(tmp_path,
     head.write_head(tmp_path, HEAD)
     answering(monkeypatch, ClusterView("c1", "", []))
     with pytest.raises(ClusterError, match="the token is missing, so it cannot be asked"):
-        start._refuse_second_head(Source(tmp_path), tmp_path, "10.0.0.2:6379", print)
+        start._refuse_second_head(HeadSource(tmp_path), tmp_path, "10.0.0.2:6379", print)
 
 
 def test_rank_that_another_node_has_is_refused(tmp_path, monkeypatch):
     nodes = [node(0, is_head=True), node(1, address="10.0.0.5")]
     answering(monkeypatch, ClusterView("c1", "", nodes))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    options = start.Options(1, Source(None, "127.0.0.1:6379"))
+    options = start.Options(1, HeadSource(None, "127.0.0.1:6379"))
     with pytest.raises(ClusterError, match="rank 1 is taken by 10.0.0.5"):
         start.start(options, print)
 
@@ -429,7 +429,7 @@ def test_check_reports_each_change_once_and_succeeds_with_more(monkeypatch):
     monkeypatch.setattr(devices, "view", lambda source: views.pop(0))
     monkeypatch.setattr(devices, "POLL_S", 0)
     said = []
-    assert devices.check(17, Source(None), None, said.append)
+    assert devices.check(17, HeadSource(None), None, said.append)
     assert said == [
         "Available GPUs: 8 (Required: 17)",
         "Available GPUs: 16 (Required: 17)",
@@ -441,7 +441,7 @@ def test_check_reports_each_change_once_and_succeeds_with_more(monkeypatch):
 def test_check_names_the_ranks_that_are_missing(monkeypatch):
     monkeypatch.setattr(devices, "view", lambda source: [node(0), node(2)])
     said = []
-    assert not devices.check(32, Source(None, wait_s=0), None, said.append)
+    assert not devices.check(32, HeadSource(None, wait_s=0), None, said.append)
     assert "\n".join(said) == (
         "Available GPUs: 16 (Required: 32)\n"
         "Gave up after 0 s (--wait).\n"
@@ -481,12 +481,12 @@ def test_check_asks_the_cluster_that_was_named_not_the_one_of_this_machine(monke
     ray_node.save(record(cluster_id="own", shared=str(folders["own"])))
     ray_node.token_path().write_text("own")
 
-    nothing = Source(tmp_path / "default", named=False)
-    for source in (nothing, Source(folders["own"]), Source(None, "10.0.0.1:6379")):
+    nothing = HeadSource(tmp_path / "default", named=False)
+    for source in (nothing, HeadSource(folders["own"]), HeadSource(None, "10.0.0.1:6379")):
         assert devices.view(source) == views["own"]
-    assert devices.view(Source(folders["other"])) == views["other"]
+    assert devices.view(HeadSource(folders["other"])) == views["other"]
     monkeypatch.setenv("RAY_AUTH_TOKEN", "other")
-    assert devices.view(Source(None, "10.0.0.2:6379")) == views["other"]
+    assert devices.view(HeadSource(None, "10.0.0.2:6379")) == views["other"]
 
 
 # --block.
@@ -510,7 +510,7 @@ def test_blocking_head_reports_nodes_that_join_and_leave_then_stops(monkeypatch)
 
     monkeypatch.setattr(start, "view", view)
     with pytest.raises(KeyboardInterrupt):
-        start.watch(record(), Source(None), said.append)
+        start.watch(record(), HeadSource(None), said.append)
     assert said == [
         f"{ray_node.MARK}=m",
         "rank 1 (10.0.0.1, 8 devices) has joined: 16 devices in all",
@@ -531,7 +531,7 @@ def test_blocking_node_ends_when_the_head_is_lost(monkeypatch):
     monkeypatch.setattr(start, "stop", ended.append)
     monkeypatch.setattr(start, "answers", lambda address: answers.pop(0))
     with pytest.raises(ClusterError, match="the head at 10.0.0.1:6379 does not answer: ending Ray"):
-        start.watch(record(rank=1), Source(None), print)
+        start.watch(record(rank=1), HeadSource(None), print)
     assert len(answers) == 14 and ended == [print]
 
 

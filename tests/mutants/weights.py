@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     Mutant(
         "a broken group is used again",
-        "verlite.weights.collective:Receiver.close",
+        "verlite.weights.collective:WeightReceiver.close",
         does_nothing,
         (COLLECTIVE,),
     ),

@@ -9,7 +9,7 @@ import torch
 from verlite.rollout.servers.sending import Network
 from verlite.weights import TransportError
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.collective import Receiver, Rendezvous
+from verlite.weights.collective import Rendezvous, WeightReceiver
 
 
 def test_a_file_that_cannot_be_read_is_told_to_the_server(tmp_path):
@@ -21,7 +21,7 @@ def test_a_file_that_cannot_be_read_is_told_to_the_server(tmp_path):
 
     def receive(update):
         try:
-            Receiver(torch.device("cpu")).receive(Rendezvous(**update["rendezvous"]), 1)
+            WeightReceiver(torch.device("cpu")).receive(Rendezvous(**update["rendezvous"]), 1)
         except TransportError as error:
             told.append(str(error))
 

@@ -17,7 +17,7 @@ from tests.http.running import running
 from verlite.engine import reference_client, reference_wire
 from verlite.engine.reference_client import ReferenceUnavailable, WrongReference
 from verlite.engine.reference_wire import Job, ModelInfo
-from verlite.http.server import Server, bind, url
+from verlite.http.server import HTTPServer, bind, url
 from verlite.services.reference import ReferenceLimits, make_app
 from verlite.spec.roles import ServiceSpec
 
@@ -294,7 +294,7 @@ def test_address_of_another_service_is_named():
     bound = bind("127.0.0.1", 0)
     app = FastAPI()
     app.get("/model")(lambda: {"model": 1})
-    server = Server(app, "ready")
+    server = HTTPServer(app, "ready")
     thread = threading.Thread(target=server.run, args=[[bound]])
     thread.start()
     try:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from tests.services.passages import ROWS, WORDS, naive_bm25, passages, write
 from verlite.cli import app as command
-from verlite.http.server import Server, ServiceError, bind, url
+from verlite.http.server import HTTPServer, ServiceError, bind, url
 from verlite.services.index import BM25, Hit, Index, open_index
 from verlite.services.retriever import RetrieverLimits, make_app
 
@@ -35,7 +35,7 @@ def serving(
     index = BM25()
     corpus = open_index(path, index, None, False, lambda items, **shown: items)
     bound = bind("127.0.0.1", 0)
-    server = Server(make_app(corpus, change(index), **settings), "ready")
+    server = HTTPServer(make_app(corpus, change(index), **settings), "ready")
     thread = threading.Thread(target=server.run, args=[[bound]])
     address = url(bound)
     thread.start()

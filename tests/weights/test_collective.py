@@ -9,7 +9,7 @@ import torch
 from tests.weights.test_buckets import NAMED, assert_equal
 from verlite.weights import TransportError, collective
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.collective import Receiver, Sender
+from verlite.weights.collective import WeightReceiver, WeightSender
 from verlite.weights.transport import publish
 
 CPU = torch.device("cpu")
@@ -38,8 +38,8 @@ class Sync(threading.Thread):
 
 @pytest.fixture
 def pair():
-    sender = Sender("127.0.0.1", 2, CPU, timeout_s=30)
-    receivers = [Receiver(CPU, timeout_s=30) for _ in range(2)]
+    sender = WeightSender("127.0.0.1", 2, CPU, timeout_s=30)
+    receivers = [WeightReceiver(CPU, timeout_s=30) for _ in range(2)]
     yield sender, receivers
     sender.abort("the test ends")
     for receiver in receivers:

@@ -21,7 +21,7 @@ from verlite.rollout.types import Completion, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec, PublishSpec, ScorerSpec
 from verlite.spec.weight_routes import weight_routes
 from verlite.weights import TransportError
-from verlite.weights.collective import Sender
+from verlite.weights.collective import WeightSender
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.probe import Probe
 from verlite.weights.transport import Export
@@ -108,7 +108,7 @@ def actors(routes, settings):
         actor._sync = SyncedParts(routes.syncs_adapters)
         actor._memory_files = actor._publisher = actor._sender = None
         if rank == 0 and routes.weights.receivers:
-            actor._sender = Sender("127.0.0.1", len(routes.weights.receivers), CPU, 30)
+            actor._sender = WeightSender("127.0.0.1", len(routes.weights.receivers), CPU, 30)
         actor.calls = []
         actor.engine = trainer_engine(actor.calls)
         ranks.append(actor)

@@ -11,7 +11,7 @@ import typer
 from verlite.cli.common import fail
 
 if TYPE_CHECKING:
-    from verlite.launch.head import Source
+    from verlite.launch.head import HeadSource
 
 DEFAULT_PORT = 6379
 """Ray's own default, so that `--head HOST` and `ray start --address=HOST` mean the same."""
@@ -188,11 +188,11 @@ def stop() -> None:
 
 def _source(
     shared: Path | None, head: str | None, port: int, no_auth: bool, wait: float
-) -> "Source":
+) -> "HeadSource":
     """Return where the head is, with --head resolved to an IP address."""
     from verlite.launch import ClusterError
     from verlite.launch.addresses import resolve_head
-    from verlite.launch.head import Source
+    from verlite.launch.head import HeadSource
 
     named = shared is not None or head is not None
     if not named:
@@ -202,7 +202,7 @@ def _source(
     except ClusterError as error:
         fail(error)
     authenticate = not no_auth and os.environ.get("RAY_AUTH_MODE", "token").lower() != "disabled"
-    return Source(
+    return HeadSource(
         shared=shared.expanduser().resolve() if shared is not None else None,
         head=resolved,
         port=port,

@@ -10,7 +10,7 @@ from verlite.cli.common import fail
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from verlite.report.runs import Row
+    from verlite.report.runs import RunRow
 
 STYLES = {
     "running": "cyan",
@@ -66,12 +66,12 @@ def ls(
     console().print(table)
 
 
-def _name(row: "Row", folder: str) -> list[str]:
+def _name(row: "RunRow", folder: str) -> list[str]:
     path = Path(row.path)
     return [str(path.relative_to(folder)) if path != Path(folder) else folder]
 
 
-def _cells(row: "Row") -> "list[Text]":
+def _cells(row: "RunRow") -> "list[Text]":
     import time
 
     from rich.text import Text

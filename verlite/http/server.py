@@ -190,7 +190,7 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._timer = None
 
 
-class Server(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     """A uvicorn server with limits that prints a line when it is ready."""
 
     def __init__(self, app: FastAPI, line: str) -> None:
@@ -224,7 +224,7 @@ def run(app: FastAPI, bound: socket.socket, line: str, hosts: Iterable[str] = ()
         # uvicorn has its own handlers while it serves, and raises the signal again afterwards.
         signal.signal(number, lambda *_: None)
     with suppress(KeyboardInterrupt):
-        Server(app, line).run(sockets=[bound])
+        HTTPServer(app, line).run(sockets=[bound])
 
 
 # The address: bind it early, and print it

@@ -9,7 +9,7 @@ from verlite.controller.head import answers
 from verlite.controller.ray_internals import NodeView
 from verlite.controller.ray_node import RANK_LABEL, RayNode
 from verlite.launch import ClusterError
-from verlite.launch.head import Progress, Say, Source, credentials, find_head
+from verlite.launch.head import HeadSource, Say, WaitMessages, credentials, find_head
 
 POLL_S = 2.0
 
@@ -42,7 +42,7 @@ def count(nodes: Sequence[NodeView]) -> ClusterDevices:
     return ClusterDevices(kind, sorted(rows))
 
 
-def check(needed: int, source: Source, expected_nodes: int | None, say: Say) -> bool:
+def check(needed: int, source: HeadSource, expected_nodes: int | None, say: Say) -> bool:
     """Wait up to source.wait_s for `needed` devices in all, and report.
 
     Args:
@@ -53,7 +53,7 @@ def check(needed: int, source: Source, expected_nodes: int | None, say: Say) -> 
         ClusterError: the cluster refuses the token.
     """
     deadline = time.monotonic() + source.wait_s
-    progress = Progress(say)
+    progress = WaitMessages(say)
     devices: ClusterDevices | None = None
     while True:
         before = devices
@@ -81,7 +81,7 @@ def check(needed: int, source: Source, expected_nodes: int | None, say: Say) -> 
         time.sleep(min(POLL_S, remaining))
 
 
-def view(source: Source) -> list[NodeView]:
+def view(source: HeadSource) -> list[NodeView]:
     """Return the living nodes of the cluster that `source` names.
 
     If this machine has joined that cluster, or if nothing was named, its record has the token.
@@ -105,7 +105,7 @@ def view(source: Source) -> list[NodeView]:
         raise ClusterError(f"the head at {node.address} refuses the token: {error}") from None
 
 
-def _is_named(node: RayNode, source: Source) -> bool:
+def _is_named(node: RayNode, source: HeadSource) -> bool:
     """Return whether the node of this machine belongs to the cluster that `source` names."""
     if not source.named:
         return True

@@ -190,7 +190,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class HeadSource:
     """Where the head is, and how to be let in.
 
     Attributes:
@@ -210,7 +210,7 @@ class Source:
     named: bool = True
 
 
-def find_head(source: Source) -> tuple[str, str | None, ClusterView]:
+def find_head(source: HeadSource) -> tuple[str, str | None, ClusterView]:
     """Return (ip:port, the token or None if it asks for none, the view) of the head.
 
     Raises:
@@ -284,7 +284,7 @@ def credentials(token: str | None) -> Iterator[None]:
         yield
 
 
-def given_token(source: Source) -> str | None:
+def given_token(source: HeadSource) -> str | None:
     """Return the token of the environment, as Ray would read it; None if there is none.
 
     Raises:
@@ -317,7 +317,7 @@ def no_token(why: str) -> str:
     )
 
 
-class Progress:
+class WaitMessages:
     """Says why a command waits: when the reason changes, and every REMINDER_S seconds."""
 
     def __init__(self, say: Say) -> None:

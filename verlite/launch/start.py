@@ -20,9 +20,9 @@ from verlite.launch.head import (
     DASHBOARD,
     HEAD_FILE,
     Head,
-    Progress,
+    HeadSource,
     Say,
-    Source,
+    WaitMessages,
     create_token,
     credentials,
     find_head,
@@ -47,7 +47,7 @@ class Options:
     """
 
     rank: int
-    source: Source
+    source: HeadSource
     address: str | None = None
     num_cpus: int | None = None
     num_gpus: int | None = None
@@ -165,7 +165,7 @@ def _join(options: Options, say: Say) -> RayNode:
     return node
 
 
-def _refuse_second_head(source: Source, folder: Path, head: str, say: Say) -> None:
+def _refuse_second_head(source: HeadSource, folder: Path, head: str, say: Say) -> None:
     """Remove an old head file, unless its head still runs.
 
     Raises:
@@ -187,7 +187,7 @@ def _refuse_second_head(source: Source, folder: Path, head: str, say: Say) -> No
     remove_head(folder)
 
 
-def _still_runs(head: Head, source: Source, folder: Path) -> bool:
+def _still_runs(head: Head, source: HeadSource, folder: Path) -> bool:
     """Return whether the cluster of a head file still runs.
 
     Raises:
@@ -213,14 +213,14 @@ def _still_runs(head: Head, source: Source, folder: Path) -> bool:
     return head.cluster_id in ("", view.cluster_id)
 
 
-def _wait_for_head(source: Source, say: Say) -> tuple[str, str | None, ClusterView]:
+def _wait_for_head(source: HeadSource, say: Say) -> tuple[str, str | None, ClusterView]:
     """Return what `find_head` does, once the head answers.
 
     Raises:
         ClusterError: it did not within wait_s, or it refuses the token.
     """
     deadline = time.monotonic() + source.wait_s
-    progress = Progress(say)
+    progress = WaitMessages(say)
     while True:
         try:
             return find_head(source)
@@ -292,7 +292,7 @@ HEAD_FAILURES = 6
 connections are refused, 60 s if nothing answers. Ray itself needs more than two minutes."""
 
 
-def watch(node: RayNode, source: Source, say: Say) -> None:
+def watch(node: RayNode, source: HeadSource, say: Say) -> None:
     """Wait until Ray dies on this node or an exception (a signal) ends the wait; stop the node.
 
     On the head, report nodes that join and leave. If this process is killed, a guardian ends Ray.
@@ -340,7 +340,7 @@ def _is_being_stopped() -> bool:
 
 
 def _report_changes(
-    known: dict[str, str] | None, source: Source, say: Say
+    known: dict[str, str] | None, source: HeadSource, say: Say
 ) -> dict[str, str] | None:
     """Report the nodes that have joined or left since `known`; return those of now."""
     try:

@@ -32,7 +32,7 @@ TIMED = (METRICS, RUN_FILE, ERROR_FILE, ".lock", "config.yaml")
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """One run. What is not known is None."""
 
     path: str
@@ -58,7 +58,7 @@ class Row:
 class FoundRuns:
     """The runs below a folder, newest first."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[RunRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """What was not looked into, a sentence each."""
 
@@ -130,7 +130,7 @@ def _entries(path: Path) -> tuple[set[str], list[str], bool]:
     return files, sorted(folders), True
 
 
-def read_run(run_dir: Path) -> Row:
+def read_run(run_dir: Path) -> RunRow:
     """Return the row of a run directory. What cannot be read is in its note."""
     notes: list[str] = []
     file = _run_file(run_dir, notes)
@@ -146,7 +146,7 @@ def read_run(run_dir: Path) -> Row:
     except OSError as error:
         checkpoint = None
         notes.append(one_line(error))
-    return Row(
+    return RunRow(
         str(run_dir),
         state,
         step,

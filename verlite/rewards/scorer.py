@@ -31,7 +31,7 @@ BUILT_IN_LIMIT_S = 10.0
 """Time limit of one call of a built-in scorer. They need milliseconds; slower calls never end."""
 
 
-class Row(Protocol):
+class CheckedRow(Protocol):
     """The fields of a dataset row that `Scorer.self_check` reads."""
 
     @property
@@ -191,7 +191,7 @@ class Scorer:
         """
         return bool(self._remote or (self._custom and self._takes_lists(self._custom)))
 
-    def self_check(self, rows: Sequence[Row]) -> SelfCheck:
+    def self_check(self, rows: Sequence[CheckedRow]) -> SelfCheck:
         """Score the rows' own ground truths, written in the usual ways. The best score counts.
 
         Rows without a ground truth are skipped.
@@ -391,7 +391,7 @@ def _rejection(item: RewardItem, result: RewardResult) -> str:
     return f"{item.data_source}: {item.solution_str[:100]!r} for {truth!r}: {outcome}"
 
 
-def _answers(row: Row) -> list[str]:
+def _answers(row: CheckedRow) -> list[str]:
     """Return the ground truth in the forms in which a response may state it."""
     truth = row.ground_truth
     if isinstance(truth, dict):  # question answering: {"target": [accepted answers]}

@@ -102,7 +102,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-class Sender:
+class WeightSender:
     """The trainer's side.
 
     Args:
@@ -230,7 +230,7 @@ class Sender:
             works.clear()  # unfinished works would keep connections open as long as a traceback
 
 
-class Receiver:
+class WeightReceiver:
     """One host's side.
 
     Args:

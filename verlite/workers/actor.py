@@ -20,7 +20,7 @@ from verlite.protocol.ragged import ragged
 from verlite.spec.catalog import BYPASS_LOSS, ESTIMATORS, LOSSES, resolve
 from verlite.spec.roles import ActorSpec, PolicyLossSpec
 from verlite.weights.buckets import TRAINED
-from verlite.weights.collective import Sender
+from verlite.weights.collective import WeightSender
 from verlite.weights.cuda_ipc import Publisher
 from verlite.weights.files import FolderWriter
 from verlite.weights.fingerprint import combine
@@ -110,10 +110,10 @@ class ActorWorker(LogProbWorker):
         self._sync = SyncedParts(spec.publish.syncs_adapters)
         self._memory_files: MemoryFiles | None = None
         self._publisher: Publisher | None = None
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
         receivers = len(spec.publish.routes.receivers)
         if self.rank == 0 and receivers:
-            self._sender = Sender(self._spec.address, receivers, self.device)
+            self._sender = WeightSender(self._spec.address, receivers, self.device)
 
     @register("split", keep_remote=("loss_mask", "rollout_is_weights"), fetch=False)
     def rollout_correction(self, batch: DataProto) -> DataProto:

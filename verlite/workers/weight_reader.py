@@ -7,7 +7,7 @@ import torch
 
 from verlite.spec.weight_routes import WeightRoutes
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.collective import Receiver
+from verlite.weights.collective import WeightReceiver
 from verlite.weights.files import read_folder
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import Export, Offer
@@ -34,11 +34,11 @@ class WeightReader:
         self.node = routes.nodes[number]
         self._folder = folder
         self._group_rank = 0
-        self._receiver: Receiver | None = None
+        self._receiver: WeightReceiver | None = None
         self._received: MemoryFiles | None = None
         if number in routes.receivers:
             self._group_rank = 1 + routes.receivers.index(number)
-            self._receiver = Receiver(device)
+            self._receiver = WeightReceiver(device)
 
     def receive(self, offers: list[Offer]) -> Export:
         """Receive this node's copy, if this reader does so for its node. Called while the actor

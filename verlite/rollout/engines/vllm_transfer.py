@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 from verlite.rollout.engines.vllm_worker import load_base
 from verlite.weights import TransportError
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.collective import Receiver, Rendezvous
+from verlite.weights.collective import Rendezvous, WeightReceiver
 
 
 @dataclass
@@ -46,7 +46,7 @@ class TransferEngine(WeightTransferEngine[NoInit, Update]):
     init_info_cls = NoInit
     update_info_cls = Update
     supports_draft_weight_update = False
-    _receiver: Receiver | None = None
+    _receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing: see NoInit."""
@@ -81,7 +81,7 @@ class TransferEngine(WeightTransferEngine[NoInit, Update]):
         outcome: list[Any] = [(), ""]
         files = None
         if group.rank_in_group == 0:
-            self._receiver = self._receiver or Receiver(torch.device("cpu"))
+            self._receiver = self._receiver or WeightReceiver(torch.device("cpu"))
             try:
                 files = self._receiver.receive(rendezvous, 1)
                 outcome = [tuple(files.paths), ""]

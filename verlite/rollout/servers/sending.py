@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.collective import Sender
+from verlite.weights.collective import WeightSender
 from verlite.weights.transport import publish
 
 SEND_S = 600.0
@@ -68,7 +68,7 @@ class Network:
     @asynccontextmanager
     async def to(self, url: str) -> AsyncIterator[Mapping[str, Any]]:
         """See `Delivery`. A failure here makes the server's own call fail, which says why."""
-        sender = Sender(address_towards(url), 1, torch.device("cpu"), SEND_S)
+        sender = WeightSender(address_towards(url), 1, torch.device("cpu"), SEND_S)
         rendezvous = sender.offer()
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The server's error is raised instead, if there is one.
@@ -78,7 +78,7 @@ class Network:
         yield {"rendezvous": dataclasses.asdict(rendezvous)}
         await sent
 
-    def _send(self, sender: Sender, sent: "asyncio.Future[None]") -> None:
+    def _send(self, sender: WeightSender, sent: "asyncio.Future[None]") -> None:
         loop = sent.get_loop()
         error: BaseException | None = None
         try:
