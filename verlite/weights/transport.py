@@ -7,8 +7,10 @@ iterable of (name, tensor). Readers are the rollout engines and the ranks of the
 |---|---|---|
 | shared_memory | `shared_memory.MemoryFiles` | `buckets.BucketFiles` |
 | cuda_ipc | `cuda_ipc.Publisher` | `cuda_ipc.BucketStream` |
-| collective | `collective.WeightSender` | `collective.WeightReceiver`, whose files are `buckets.BucketFiles` |
+| collective | `collective.WeightSender` | `collective.WeightReceiver` |
 | files | `files.FolderWriter` | `files.read_folder` |
+
+The files of a WeightReceiver are `buckets.BucketFiles`.
 
 `spec.weight_routes` chooses the transport of each reader.
 """
