@@ -67,8 +67,8 @@ def test_doctor_names_what_is_missing_and_the_command(tmp_path, monkeypatch):
 
 def test_columns_are_as_wide_as_the_longest_name():
     findings = [
-        doctor.Finding("GPUs", "2 visible"),
-        doctor.Finding("CUDA_VISIBLE_DEVICES", "0", "problem", "unset it"),
+        doctor.Check("GPUs", "2 visible"),
+        doctor.Check("CUDA_VISIBLE_DEVICES", "0", "problem", "unset it"),
     ]
     assert doctor.table(findings) == (
         "ok       GPUs                  2 visible\n"
