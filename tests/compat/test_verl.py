@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.compat.scores import DIFFERENT, EQUAL
-from verlite.config.hints import hints
+from verlite.config.rules.context import Context
+from verlite.config.rules.notes import notes
 from verlite.config.schema import Config
 from verlite.contracts.rewards import check_reward
 from verlite.importing import VERL_VARIABLE, OwnCodeError, find, import_module
@@ -221,6 +222,6 @@ def test_a_batch_function_gets_lists_of_one(tmp_path: Path) -> None:
 def test_check_says_that_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config()
     monkeypatch.delenv(VERL_VARIABLE, raising=False)
-    assert not any(VERL_VARIABLE in line for line in hints(config, []))
+    assert not any(VERL_VARIABLE in line for line in notes(Context(config)))
     config.ray_kwargs.ray_init.runtime_env.env_vars[VERL_VARIABLE] = "1"
-    assert any(VERL_VARIABLE in line for line in hints(config, []))
+    assert any(VERL_VARIABLE in line for line in notes(Context(config)))

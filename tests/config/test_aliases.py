@@ -3,7 +3,8 @@
 import pytest
 
 from tests.config.conftest import texts, write_prompts
-from verlite.config import ConfigError, aliases, conditions, keys, translation
+from verlite.config import ConfigError, aliases, keys, translation
+from verlite.config.rules import conditions
 from verlite.config.show import notes_text
 
 ACTOR = "actor_rollout_ref.actor."

@@ -12,11 +12,12 @@ from tensordict import TensorDict
 from tests.config.conftest import write_prompts
 from tests.trainer.test_batch import generated_batch
 from tests.trainer.test_stages import fake_run
-from verlite.config import ConfigError, conditions, keys, make_plan, plan
+from verlite.config import ConfigError, keys, make_plan, plan
 from verlite.config.compile import policy_loss_spec
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
-from verlite.config.rules.context import nearest_divisors
+from verlite.config.rules import conditions
+from verlite.config.rules.context import Context, nearest_divisors
 from verlite.config.rules.values import within
 from verlite.engine.fsdp import Counts
 from verlite.masking import display, is_secret
@@ -1038,10 +1039,10 @@ FIELDS_READ = {
 
 @pytest.mark.parametrize("sets", [(), ("critic.enable=true",)])
 def test_every_condition_can_be_evaluated(material, sets):
-    config = material.load(*sets).config
+    context = Context(material.load(*sets).config)
     for key in keys.keys().values():
         for condition in key.conditions:
-            assert conditions.holds(condition.text, config) in (True, False)
+            assert conditions.holds(condition.text, context) in (True, False)
             assert conditions.words(condition.text).startswith(("with ", "when "))
 
 

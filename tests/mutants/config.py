@@ -20,8 +20,8 @@ PLACEMENT = "verlite.config.placement:"
 LINES = "tests/config/test_rules.py"
 PLANS = "tests/config/test_plan.py"
 CRITICAL = "tests/config/test_critical.py"
-HINTS = "verlite.config.hints:"
-FAR = "tests/config/test_hints.py"
+NOTES = "verlite.config.rules.notes:"
+FAR = "tests/config/test_notes.py"
 
 
 def _nothing_wrong(original, context):
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys without effect pass silently",
-        "verlite.config.ineffective:keys_without_effect",
+        RULES + "conditions:keys_without_effect",
         result(lambda found: {}),
         ("tests/config/test_ineffective.py",),
     ),
@@ -235,37 +235,37 @@ MUTANTS = [
     ),
     Mutant(
         "no value is far from what anyone uses",
-        HINTS + "RANGES",
+        NOTES + "USUAL",
         constant(()),
         (FAR,),
     ),
     Mutant(
         "values of keys without effect are judged",
-        "verlite.config.ineffective:why_unused",
+        NOTES + "why_unused",
         returns(None),
         (FAR,),
     ),
     Mutant(
         "variables that a shell did not expand go unnoticed",
-        HINTS + "SHELL_VARIABLE",
+        NOTES + "SHELL_VARIABLE",
         constant(re.compile("never^")),
         (FAR,),
     ),
     Mutant(
         "any quote in a value counts as a mistake",
-        HINTS + "QUOTED",
+        NOTES + "QUOTED",
         constant(re.compile(".*'.*")),
         (FAR,),
     ),
     Mutant(
         "empty ground truths are not counted",
-        HINTS + "_is_empty",
+        NOTES + "is_empty",
         returns(False),
         (FAR,),
     ),
     Mutant(
         "only the first ground truths are looked at",
-        HINTS + "TRUTH_ROWS",
+        NOTES + "TRUTH_ROWS",
         constant(100),
         (FAR,),
     ),

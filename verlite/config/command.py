@@ -88,11 +88,11 @@ def _ppo_rules(config: Config, user_keys: Collection[str]) -> Iterable[Problem]:
 def _ppo_effects(
     config: Config, user_keys: Collection[str], old_names: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    from verlite.config import hints, ineffective
+    from verlite.config.rules import conditions, notes
+    from verlite.config.rules.context import Context
 
-    without_effect = ineffective.keys_without_effect(config, user_keys)
-    remarks = ineffective.remarks(config, old_names)
-    return without_effect, [*remarks, *hints.hints(config, user_keys)]
+    context = Context(config, user_keys, old_names=old_names)
+    return conditions.keys_without_effect(context), notes.notes(context)
 
 
 PPO = Command(

@@ -2,10 +2,10 @@
 
 import re
 
-from verlite.config import conditions
 from verlite.config.command import PPO, Command
 from verlite.config.keys import Key
 from verlite.config.problems import nearest
+from verlite.config.rules import conditions
 from verlite.config.rules.values import legal_names
 from verlite.config.translation import lookup
 

@@ -33,8 +33,8 @@ class Facts:
     hints: Mapping[str, str] = field(default_factory=dict)
     """What to add to the message about certain illegal names."""
     used_when: tuple[str, ...] = ()
-    """Conditions that must all hold for the key to have an effect; `verlite.config.conditions` has
-    the grammar.
+    """Conditions that must all hold for the key to have an effect. Their grammar is in
+    `verlite.config.rules.conditions`.
     """
     unused: str = ""
     """Why the key never has an effect in this section."""

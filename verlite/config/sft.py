@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Optional, Union, cast
 from omegaconf import MISSING
 
 from verlite import hub, machine
-from verlite.config import conditions, load, sft_aliases, verl
+from verlite.config import load, sft_aliases, verl
 from verlite.config.command import Command
 from verlite.config.facts import key, section
 from verlite.config.keys import Key
 from verlite.config.load import LoadedConfig
 from verlite.config.problems import Problem
-from verlite.config.rules import data, devices, models, trainer, values
+from verlite.config.rules import conditions, data, devices, models, trainer, values
 from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig, RunConfig
 
 EACH_EPOCH = "after_each_epoch"
@@ -269,8 +269,7 @@ def effects(
         name: f"used only {conditions.words(condition.text)}"
         for name in sorted(user_keys & known.keys())
         for condition in known[name].conditions
-        if conditions.COMPARISON.fullmatch(condition.text)
-        and not conditions.holds(condition.text, config)
+        if conditions.compare(condition.text, config) is False
     }
     by_count = "data.micro_batch_size_per_gpu limits a pass (data.use_dynamic_bsz=false)"
     if config.data.by_examples() and "data.max_token_len_per_gpu" in user_keys:

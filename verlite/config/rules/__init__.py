@@ -93,7 +93,7 @@ def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -
         files: also check files and folders.
     """
     problems = [*values.names(config), *values.numbers(config)]
-    context = Context(config, frozenset(user_keys), {problem.key for problem in problems})
+    context = Context(config, user_keys, {problem.key for problem in problems})
     rules = (*RULES, *FILE_RULES) if files else RULES
     for rule in rules:
         found = [problem for problem in rule(context) if problem.key not in context.broken]

@@ -1,22 +1,69 @@
-"""What every rule gets, and small helpers for messages."""
+"""What rules and notes get: the configuration, its sections, and what follows from them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
+from verlite.config import plan
 from verlite.config.schema import Config
+from verlite.spec import catalog, correction
 
 
-@dataclass
 class Context:
     """The configuration under check, and what is known about it so far."""
 
-    config: Config
-    user_keys: frozenset[str]
-    """Keys that the user set."""
-    broken: set[str]
-    """Keys with a reported problem.
+    def __init__(
+        self,
+        config: Config,
+        user_keys: Iterable[str] = (),
+        broken: Iterable[str] = (),
+        old_names: Mapping[str, str] | None = None,
+    ) -> None:
+        policy = config.actor_rollout_ref
+        self.config = config
+        self.user_keys = frozenset(user_keys)
+        """Keys that the user set."""
+        self.broken = set(broken)
+        """Keys with a reported problem. A rule does not compute with their values, and reports no
+        second problem."""
+        self.old_names = old_names or {}
+        """Names that the user typed, to the keys they are called now."""
 
-    A rule does not compute with their values, and reports no second problem.
-    """
+        self.data, self.algorithm, self.reward = config.data, config.algorithm, config.reward
+        self.trainer, self.critic = config.trainer, config.critic
+        self.model, self.actor, self.ref = policy.model, policy.actor, policy.ref
+        self.rollout = policy.rollout
+
+        self.prompts = config.data.train_batch_size
+        self.n = policy.rollout.n
+        self.longest = config.data.max_prompt_length + config.data.max_response_length
+        """Tokens of the longest sequence."""
+        self.turns = plan.max_turns(config)
+        self.estimator = config.algorithm.adv_estimator
+        self.measured = catalog.measured(self.estimator)
+        """What the estimator reads from forward passes."""
+        self.loss_mode = policy.actor.policy_loss.loss_mode
+        self.loss = catalog.POLICY_LOSSES.get(self.loss_mode)
+        """None: the user's own."""
+        self.engine = plan.resolve_rollout(policy.rollout.name)
+        self.val_files = plan.files_of(config.data.val_files)
+
+    @property
+    def lone_advantage(self) -> str:
+        """The advantage of a prompt's only sample, in words."""
+        parts = self.estimator == "gdpo"
+        return "the sum of its reward parts" if parts else "the score itself"
+
+    @property
+    def needs_critic(self) -> bool:
+        return plan.needs_critic(self.config)
+
+    @property
+    def correction(self) -> correction.RolloutCorrection:
+        """Settings of algorithm.rollout_correction. Raises ValueError if they are inconsistent."""
+        return correction.settings(self.algorithm.rollout_correction)
+
+    @property
+    def length_arithmetic(self) -> str:
+        return plan.length_arithmetic(self.config)
 
     def ok(self, *keys: str) -> bool:
         """Return whether none of these keys has a reported problem."""

@@ -11,11 +11,13 @@ import yaml
 from tests.config.conftest import write_prompts
 from tests.config.verl_commands import material as published_material
 from tests.config.verl_commands import published
-from verlite.config import compose, hints
+from verlite.config import compose
 from verlite.config.keys import get
+from verlite.config.rules import notes
+from verlite.config.rules.context import Context
 from verlite.config.sources import conf_dir, our_names
 
-ACTOR, ROLLOUT = hints.ACTOR, hints.ROLLOUT
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 FAR = "is far from published values"
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +37,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_far_value_has_one_note_with_range_and_remedy(material, override, key, seen):
-    notes = material.notes(override)
-    found = [note for note in notes if FAR in note]
+    found = [note for note in material.notes(override) if FAR in note]
     assert len(found) == 1
     assert found[0].startswith(f"{key} {FAR}, which are ")
     assert seen in found[0]
@@ -52,7 +53,7 @@ def test_value_of_a_key_without_effect_is_not_judged(material):
 
 def test_bounds_are_wider_than_the_defaults_and_what_was_seen(material):
     config = material.load().config
-    for known in hints.RANGES:
+    for known in notes.USUAL:
         value = get(config, known.key)
         assert value is None or known.low <= value <= known.high, known.key
         for number in re.findall(r"\d[\d.]*(?:e-?\d+)?", known.seen):
@@ -63,12 +64,12 @@ def test_bounds_are_wider_than_the_defaults_and_what_was_seen(material):
 def test_no_configuration_of_verlite_is_far(name):
     required = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=model"]
     config = compose(name, required, check=False).config
-    assert list(hints._far_values(config)) == []
+    assert list(notes.far_values(Context(config))) == []
 
 
 def test_no_recipe_is_far():
     """Numbers in the YAML files, scripts and pages of recipes, and in the pages of docs."""
-    by_key = {known.key: known for known in hints.RANGES}
+    by_key = {known.key: known for known in notes.USUAL}
     seen = 0
     for file in [*ROOT.glob("recipes/**/*"), *ROOT.glob("docs/*.md"), *conf_dir().glob("*.yaml")]:
         if file.suffix not in (".md", ".sh", ".py", ".yaml", ".yml") or "rules" in file.name:
@@ -97,9 +98,9 @@ def test_no_published_command_is_far(tmp_path):
     folder = published_material(tmp_path)
     accepted = 0
     for command in published():
-        verdict, notes = command.judge(folder)
+        verdict, found = command.judge(folder)
         accepted += verdict == "accepted"
-        assert not [note for note in map(str, notes) if FAR in note], command.origin
+        assert not [note for note in map(str, found) if FAR in note], command.origin
     assert accepted > 40
 
 
@@ -140,8 +141,8 @@ def test_empty_ground_truths_are_counted(material, tmp_path):
     (found,) = [note for note in material.notes(*overrides) if "ground truth" in note]
     assert "3 of 512 rows have an empty ground truth, the first is row 3." in found
     own = f"custom_reward_function.path={material.folder}/reward.py"
-    notes = material.notes(*overrides, own, "custom_reward_function.name=score")
-    assert not [note for note in notes if "ground truth" in note]
+    scored = material.notes(*overrides, own, "custom_reward_function.name=score")
+    assert not [note for note in scored if "ground truth" in note]
 
 
 @pytest.mark.parametrize(
@@ -149,4 +150,4 @@ def test_empty_ground_truths_are_counted(material, tmp_path):
     [("4", False), ("", True), ([], True), (["", "a"], False), ({"target": []}, True), (0, False)],
 )
 def test_empty(truth, empty):
-    assert hints._is_empty(truth) is empty
+    assert notes.is_empty(truth) is empty

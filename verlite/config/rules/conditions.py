@@ -1,0 +1,220 @@
+"""When a key has an effect: the conditions of `used_when` on the schema's fields.
+
+KEY=VALUE, KEY!=VALUE, KEY>NUMBER   the value of another key
+estimator reads FIELD               the advantage estimator reads this input
+loss reads FIELD                    the policy loss reads this setting
+any other text                      an entry of PREDICATES
+
+A leading "." in KEY stands for the section of the declared key.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from verlite.config import keys, plan
+from verlite.config.keys import get
+from verlite.config.rules.context import Context
+from verlite.config.schema import (
+    CRITIC,
+    GIVEN_VALIDATION,
+    GPU,
+    KL_TERM,
+    NOT_THE_ACTOR,
+    OWN_ENGINES,
+    OWN_REFERENCE,
+    OWN_ROWS,
+    ROW_ESTIMATOR,
+    UNWHITENED,
+    VLLM,
+)
+from verlite.spec import catalog
+
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
+
+COMPARISON = re.compile(r"([\w.]+)(=|!=|>)(\S+)")
+READS = re.compile(r"(estimator|loss) reads (\w+)")
+
+
+def holds(condition: str, c: Context) -> bool:
+    """Return whether a condition of `used_when` is true."""
+    compared = compare(condition, c.config)
+    if compared is not None:
+        return compared
+    reads = READS.fullmatch(condition)
+    if reads:
+        key, table = _readers(reads[1])
+        return catalog.reads(table, get(c.config, key), reads[2])
+    return PREDICATES[condition](c)
+
+
+def compare(condition: str, config: Any) -> bool | None:
+    """Return whether a comparison of a key is true, in the configuration of any command; None if
+    the condition is none."""
+    comparison = COMPARISON.fullmatch(condition)
+    if not comparison:
+        return None
+    key, operator, wanted = comparison.groups()
+    value = get(config, key)
+    if operator == ">":
+        return value > float(wanted)
+    text = {None: "null", True: "true", False: "false"}.get(value, value)
+    return (str(text) == wanted) == (operator == "=")
+
+
+def words(condition: str) -> str:
+    """Return a condition as the end of a sentence that begins with "used only"."""
+    comparison = COMPARISON.fullmatch(condition)
+    if comparison and comparison[2] == "!=":
+        key, _, value = comparison.groups()
+        return f"when {key} is set" if value == "null" else f"when {key} is not {value}"
+    if comparison:
+        return f"with {condition}"
+    reads = READS.fullmatch(condition)
+    if reads:
+        key, table = _readers(reads[1])
+        names = [name for name in table if catalog.reads(table, name, reads[2])]
+        return f"with {key}={', '.join(names)} or your own function"
+    return f"when {condition}"
+
+
+def _readers(kind: str) -> tuple[str, Any]:
+    if kind == "estimator":
+        return ESTIMATOR, catalog.ESTIMATORS
+    return LOSS, catalog.POLICY_LOSSES
+
+
+def _by_tokens(section: str) -> Callable[[Context], bool]:
+    """Return a predicate: passes of a section fill micro-batches by tokens."""
+    return lambda c: plan.uses_dynamic_batches(c.config, section)
+
+
+def _by_count(section: str) -> Callable[[Context], bool]:
+    return lambda c: not plan.uses_dynamic_batches(c.config, section)
+
+
+PASSES = ("actor", "rollout", "ref", "critic")
+
+
+def _own_reference(c: Context) -> bool:
+    """No service computes the reference."""
+    return not plan.reference_urls(c.config)
+
+
+def _divides_by_constant(c: Context) -> bool:
+    modes = [c.actor.loss_agg_mode]
+    if c.needs_critic:
+        modes.append(c.critic.loss_agg_mode or c.actor.loss_agg_mode)
+    return "seq-mean-token-sum-norm" in modes
+
+
+def _on(device: str) -> Callable[[Context], bool]:
+    """Return a predicate: the run may be on this kind of device.
+
+    trainer.device=auto takes what a cluster has, which only joining it tells.
+    """
+    return lambda c: (
+        (c.trainer.device == "auto" and plan.joins_cluster(c.config))
+        or plan.resolve_device(c.trainer.device) == device
+    )
+
+
+PREDICATES: dict[str, Callable[[Context], bool]] = {
+    GIVEN_VALIDATION: lambda c: bool(c.val_files),
+    KL_TERM: lambda c: plan.needs_reference(c.config),
+    CRITIC: lambda c: c.needs_critic,
+    ROW_ESTIMATOR: lambda c: catalog.is_by_row(c.estimator),
+    UNWHITENED: lambda c: not catalog.whitens(c.estimator),
+    VLLM: lambda c: c.engine not in ("hf", "server"),
+    OWN_ENGINES: lambda c: c.rollout.name != "server",
+    GPU: _on("cuda"),
+    "the run is on CPUs": _on("cpu"),
+    "the reference has its own worker": lambda c: (
+        not plan.reference_is_actor(c.config) and _own_reference(c)
+    ),
+    NOT_THE_ACTOR: lambda c: not plan.uses_lora(c.model),
+    OWN_REFERENCE: _own_reference,
+    "a pass counts samples (use_dynamic_bsz=false)": lambda c: any(
+        _by_count(section)(c) for section in PASSES
+    ),
+    "a pass fills micro-batches by tokens (use_dynamic_bsz=true)": lambda c: any(
+        _by_tokens(section)(c) for section in PASSES
+    ),
+    "old log-prob passes count samples (log_prob_use_dynamic_bsz=false)": _by_count("rollout"),
+    "old log-prob passes fill batches by tokens (log_prob_use_dynamic_bsz=true)": _by_tokens(
+        "rollout"
+    ),
+    "reference passes count samples (log_prob_use_dynamic_bsz=false)": lambda c: (
+        _by_count("ref")(c) and _own_reference(c)
+    ),
+    "reference passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)": lambda c: (
+        _by_tokens("ref")(c) and _own_reference(c)
+    ),
+    "critic passes count samples (critic.use_dynamic_bsz=false)": _by_count("critic"),
+    "critic passes fill micro-batches by tokens (critic.use_dynamic_bsz=true)": _by_tokens(
+        "critic"
+    ),
+    "clip_ratio_low or clip_ratio_high is null": lambda c: (
+        None in (c.actor.clip_ratio_low, c.actor.clip_ratio_high)
+    ),
+    "a loss uses loss_agg_mode=seq-mean-token-sum-norm": _divides_by_constant,
+    "actor.shuffle or critic.shuffle is on, or the loss is clip_cov": lambda c: bool(
+        c.loss is None or c.loss_mode == "clip_cov" or c.actor.shuffle or c.critic.shuffle
+    ),
+    "policy_loss.loss_mode names your own function": lambda c: c.loss is None,
+    "algorithm.adv_estimator names your own function": lambda c: (
+        c.estimator not in catalog.ESTIMATORS
+    ),
+    "env.name names your own class": lambda c: c.config.env.name not in catalog.ENV_FACTORIES,
+    "the loss has rollout_is weights": lambda c: bool(c.correction.rollout_is),
+    "the loss is not bypass mode's ppo_clip": lambda c: (
+        not (c.correction.bypass_mode and c.correction.loss_type == "ppo_clip")
+    ),
+    "rollout_rs rejects tokens or responses": lambda c: bool(c.correction.rollout_rs),
+    "bypass mode is on": lambda c: c.correction.bypass_mode,
+    "trainer.val_only is off or trainer.val_before_train is on": lambda c: (
+        not c.trainer.val_only or c.trainer.val_before_train
+    ),
+    "the run has a critic, or trainer.critic_warmup is 0": lambda c: (
+        c.needs_critic or c.trainer.critic_warmup == 0
+    ),
+    OWN_ROWS: lambda c: bool(c.data.custom_cls.path or c.data.sampler.class_path),
+}
+"""Conditions that a comparison cannot express. The text is what users read."""
+
+
+def keys_without_effect(c: Context) -> dict[str, str]:
+    """Return each key that the user set and that has no effect, with the reason."""
+    reasons = {name: why for name in sorted(c.user_keys) if (why := why_unused(name, c))}
+    # A mapping that was set by its entries is reported by its entries.
+    return {
+        name: reason
+        for name, reason in reasons.items()
+        if not any(other.startswith(name + ".") for other in reasons)
+    }
+
+
+def why_unused(name: str, c: Context) -> str | None:
+    """Return why a key has no effect in a configuration, or None if it has one."""
+    if name.startswith(ENGINE_KWARGS):
+        return _why_engine_is_unused(name.removeprefix(ENGINE_KWARGS), c.engine)
+    key = keys.find(name)
+    if key is None or key.section:
+        return None
+    if key.facts.unused:
+        return key.facts.unused
+    for condition in key.conditions:
+        if not holds(condition.text, c):
+            addition = f" ({condition.note})" if condition.note else ""
+            return f"used only {words(condition.text)}{addition}"
+    return None
+
+
+def _why_engine_is_unused(entry: str, engine: str) -> str | None:
+    """Return why an entry of engine_kwargs has no effect: it is for another engine."""
+    wanted, dot, _ = entry.partition(".")
+    if wanted == "sglang":
+        return "SGLang is not supported"
+    return f"the rollout engine is {engine}" if dot and wanted != engine else None
