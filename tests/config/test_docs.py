@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from verlite.config import ConfigError, Problem, rules
+from verlite.config.rules import errors, models, notes
 
 PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 ROWS = re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
@@ -29,7 +30,7 @@ def test_rules_page_shows_the_message(material, added, message):
 ELSEWHERE = (
     "(key, rollout.tensor_model_parallel_size, why",
     "{module} is not valid Python",
-    "max_num_batched_tokens",
+    "enable_chunked_prefill",
     "attention heads",
     "vLLM is not installed here",
     "debugpy is not installed here",
@@ -37,13 +38,16 @@ ELSEWHERE = (
     "torch is a build for CPUs",
     "vLLM {old} is installed",
     "is not writable",
+    "name=auto chose",
+    "Search-R1 counted",
 )
-"""Rules that only some machines can violate, such as those with vLLM. test_rules.py and
-test_machine.py test them."""
+"""Rules and notes of only some machines, such as those with vLLM. test_rules.py, test_machine.py,
+test_ineffective.py and tests/compat test them."""
 
 
 def test_every_rule_is_in_rules_page(material, monkeypatch):
-    """Every call of Problem in verlite/config/rules is reached by a row of the page."""
+    """Every call of Problem in verlite/config/rules, every row of `errors` and every note is
+    reached by a row of the page."""
     reached = set()
 
     class Seen(Problem):
@@ -52,6 +56,9 @@ def test_every_rule_is_in_rules_page(material, monkeypatch):
             caller = inspect.currentframe().f_back
             reached.add((caller.f_globals["__name__"], caller.f_lineno))
 
+    def seen(condition, text):
+        return lambda c: condition(c) and (reached.add(text) or True)
+
     modules = [
         importlib.import_module(f"verlite.config.rules.{found.name}")
         for found in pkgutil.iter_modules(rules.__path__)
@@ -59,6 +66,20 @@ def test_every_rule_is_in_rules_page(material, monkeypatch):
     for module in modules:
         if hasattr(module, "Problem"):
             monkeypatch.setattr(module, "Problem", Seen)
+    texts = []
+    for table in ("ERRORS", "OPTIMIZER", "MODEL"):
+        rows = getattr(errors, table)
+        for where in (errors, models):
+            if hasattr(where, table):
+                marked = tuple(
+                    r._replace(is_violated=seen(r.is_violated, r[:1] + r[2:])) for r in rows
+                )
+                monkeypatch.setattr(where, table, marked)
+        texts += [r[:1] + r[2:] for r in rows]
+    monkeypatch.setattr(
+        notes, "NOTES", tuple((seen(holds, text), text) for holds, text in notes.NOTES)
+    )
+    texts += [text for _, text in notes.NOTES]
     for added, _ in ROWS:
         with suppress(ConfigError):
             material.load(*added.replace("DIR", str(material.folder)).split(" "))
@@ -66,9 +87,10 @@ def test_every_rule_is_in_rules_page(material, monkeypatch):
         f"{module.__name__}: {text}"
         for module in modules
         for line, text in places(module).items()
-        if (module.__name__, line) not in reached and not any(words in text for words in ELSEWHERE)
+        if (module.__name__, line) not in reached
     ]
-    assert missing == []
+    missing += [str(text) for text in texts if text not in reached]
+    assert [text for text in missing if not any(words in text for words in ELSEWHERE)] == []
 
 
 def places(module) -> dict[int, str]:

@@ -108,8 +108,8 @@ MUTANTS = [
         (LINES,),
     ),
     Mutant(
-        "a group of one sample passes",
-        RULES + "algorithm:samples_per_prompt",
+        "rules between keys are not checked",
+        RULES + "errors:between_keys",
         calls(_nothing_wrong),
         (LINES,),
     ),

@@ -15,7 +15,14 @@ from verlite import machine, tables
 from verlite.config import node_groups
 from verlite.config.drawing import draw
 from verlite.config.placement import Shape, parse, ranges, role_names
-from verlite.config.schema import Config, FSDPConfig, ModelConfig, RewardConfig, RolloutConfig
+from verlite.config.schema import (
+    ActorConfig,
+    Config,
+    FSDPConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from verlite.hub import HubError, local_file
 from verlite.masking import display
 from verlite.spec import catalog, correction
@@ -425,14 +432,15 @@ def _algorithm(config: Config, updates: Updates) -> dict[str, Any]:
     loss = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
     divisor = float(_longest_response(config, max_turns(config)))
     buffer = max(1, config.data.max_response_length // 5)
+    low, high = clip_range(actor)
     return {
         "needs_greedy_baseline": "reward_baselines" in measured,
         "needs_sum_pi_squared": "sum_pi_squared" in measured,
         "needs_old_log_probs": _needs_old_log_probs(config, updates, corrected),
         "loss_mode": loss,
         "correction": corrected,
-        "clip_low": _first(actor.clip_ratio_low, actor.clip_ratio),
-        "clip_high": _first(actor.clip_ratio_high, actor.clip_ratio),
+        "clip_low": low,
+        "clip_high": high,
         "loss_scale": _first(actor.loss_scale_factor, divisor),
         "overlong_buffer": _first(config.reward.overlong_buffer.len, buffer),
     }
@@ -549,8 +557,7 @@ def _algorithm_words(config: Config) -> list[str]:
     actor = config.actor_rollout_ref.actor
     corrected = correction.settings(algorithm.rollout_correction)
     loss = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
-    low = _first(actor.clip_ratio_low, actor.clip_ratio)
-    high = _first(actor.clip_ratio_high, actor.clip_ratio)
+    low, high = clip_range(actor)
     clip = f"clip {low:g}" if low == high else f"clip {low:g} and {high:g}"
     words = [algorithm.adv_estimator, f"{loss} loss", actor.loss_agg_mode, clip]
     if algorithm.filter_groups.enable:
@@ -580,6 +587,12 @@ def _model(model: ModelConfig) -> str:
     if model.lora_rank:
         return f"{model.path}, LoRA of rank {model.lora_rank} (alpha {model.lora_alpha:g})"
     return model.path
+
+
+def clip_range(actor: ActorConfig) -> tuple[float, float]:
+    """Return how far the ratio may be below and above 1."""
+    low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    return _first(low, actor.clip_ratio), _first(high, actor.clip_ratio)
 
 
 def max_turns(config: Config) -> int:

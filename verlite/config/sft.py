@@ -16,7 +16,7 @@ from verlite.config.facts import key, section
 from verlite.config.keys import Key
 from verlite.config.load import LoadedConfig
 from verlite.config.problems import Problem
-from verlite.config.rules import conditions, data, devices, models, trainer, values
+from verlite.config.rules import conditions, data, devices, errors, models, trainer, values
 from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig, RunConfig
 
 EACH_EPOCH = "after_each_epoch"
@@ -202,10 +202,7 @@ def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
     """
     yield from values.names(config, known)
     yield from values.numbers(config, known)
-    if len(config.optim.betas) != 2:
-        yield Problem(
-            "optim.betas", config.optim.betas, "must be two numbers", "Usual: [0.9,0.999]."
-        )
+    yield from errors.violations(errors.OPTIMIZER, config.optim, section="optim.")
     yield from _check_processes(config)
     if config.trainer.device == "cuda" and not machine.visible_gpus():
         rule = "this machine shows no GPU"

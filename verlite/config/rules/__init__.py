@@ -1,8 +1,9 @@
 """Everything a run needs beyond key names and types. `check` finds every violation and starts
 nothing.
 
-The schema's fields declare what is legal for a single key (`values`). Rules between keys and rules
-about files are one small function each, in a module per subject.
+The schema's fields declare what is legal for a single key (`values`). Rules between keys are rows
+of one table (`errors`). Rules that compute their message, or read files, are one small function
+each, in a module per subject.
 """
 
 from collections.abc import Collection
@@ -10,13 +11,13 @@ from dataclasses import replace
 
 from verlite.config.problems import Problem
 from verlite.config.rules import (
-    agent,
     algorithm,
     batch,
     code,
     correction,
     data,
     devices,
+    errors,
     models,
     trainer,
     values,
@@ -26,35 +27,25 @@ from verlite.config.schema import Config
 
 RULES = (
     data.files_are_named,
+    errors.between_keys,
     batch.mini_batches,
-    models.settings,
     batch.micro_batches,
-    algorithm.samples_per_prompt,
-    algorithm.gdpo,
-    algorithm.critic,
-    algorithm.clip_range,
-    algorithm.clip_cov_bounds,
-    algorithm.kl,
-    algorithm.optimizers,
-    algorithm.no_think_rl,
-    agent.agent,
-    algorithm.score_scale,
-    algorithm.training_scores,
     batch.dynamic_sampling,
+    models.settings,
+    models.optimizers,
+    algorithm.gdpo,
+    algorithm.score_scale,
     correction.rollout_correction,
     devices.groups,
     devices.placement,
     devices.visible_devices,
     devices.engines,
     devices.weight_transport,
-    devices.lora_sync,
     devices.sharding,
     devices.sequence_parallel,
     devices.idle_devices,
-    batch.lengths,
     devices.servers,
     devices.engine_kwargs,
-    trainer.validation,
     trainer.resume,
     trainer.max_runtime,
     trainer.addresses,

@@ -92,73 +92,17 @@ def _token_budget(context: Context, key: str, role: str, inherits: bool) -> Iter
         )
 
 
-def lengths(context: Context) -> Iterator[Problem]:
-    """The engine accepts the longest sequence."""
-    data = context.config.data
-    rollout = context.config.actor_rollout_ref.rollout
-    longest = data.max_prompt_length + data.max_response_length
-    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+def dynamic_sampling(c: Context) -> Iterator[Problem]:
+    """The generations of dynamic sampling can fill a step."""
+    drawn = plan.prompts_drawn(c.config)[1]
+    limit = c.groups.max_num_gen_batches
+    key = "algorithm.filter_groups.max_num_gen_batches"
+    sizes_ok = c.ok("data.train_batch_size", "data.gen_batch_size", key)
+    if c.groups.enable and 0 < limit * drawn < c.prompts and sizes_ok:
         yield Problem(
-            f"{ROLLOUT}max_model_len",
-            rollout.max_model_len,
-            f"is less than data.max_prompt_length + data.max_response_length = {longest}",
-            f"Leave it out, or use at least {longest}.",
-        )
-    if rollout.enable_chunked_prefill or plan.resolve_rollout(rollout.name) != "vllm":
-        return
-    needed = rollout.max_model_len or longest
-    if rollout.max_num_batched_tokens < needed:
-        yield Problem(
-            f"{ROLLOUT}max_num_batched_tokens",
-            rollout.max_num_batched_tokens,
-            f"is less than the longest sequence, {needed} tokens, while "
-            "enable_chunked_prefill=false",
-            f"Use at least {needed}, or {ROLLOUT}enable_chunked_prefill=true.",
-        )
-
-
-def dynamic_sampling(context: Context) -> Iterator[Problem]:
-    """Dynamic sampling can fill a step."""
-    config = context.config
-    groups = config.algorithm.filter_groups
-    prompts = config.data.train_batch_size
-    n = config.actor_rollout_ref.rollout.n
-    metric = "algorithm.filter_groups.metric"
-    limit_key = "algorithm.filter_groups.max_num_gen_batches"
-    if not groups.enable:
-        return
-    if n == 1:
-        yield Problem(
-            f"{ROLLOUT}n",
-            n,
-            "the single sample of a prompt never differs, so algorithm.filter_groups.enable=true "
-            "leaves no prompt to train on",
-            "Use 4 to 16.",
-        )
-    drawn = plan.prompts_drawn(config)[1]
-    limit = groups.max_num_gen_batches
-    sizes_ok = context.ok("data.train_batch_size", "data.gen_batch_size", limit_key)
-    if 0 < limit * drawn < prompts and sizes_ok:
-        yield Problem(
-            limit_key,
+            key,
             limit,
-            f"generations of {drawn} prompts never fill data.train_batch_size={prompts}",
-            f"Use at least {math.ceil(2 * prompts / drawn)}, so that half of the prompts may be "
+            f"generations of {drawn} prompts never fill data.train_batch_size={c.prompts}",
+            f"Use at least {math.ceil(2 * c.prompts / drawn)}, so that half of the prompts may be "
             "left out; or 0.",
-        )
-    builtin = (None, "score", "acc", "seq_reward", "seq_final_reward")
-    own = config.custom_reward_function.path is not None or plan.scores_remotely(config.reward)
-    if groups.metric not in builtin and not own:
-        yield Problem(
-            metric,
-            groups.metric,
-            "the built-in reward functions return only a score",
-            "Use score or seq_reward.",
-        )
-    if groups.metric == "seq_final_reward":
-        yield Problem(
-            metric,
-            groups.metric,
-            "contains the KL penalty, which is known only after prompts are selected",
-            "Use seq_reward or score.",
         )

@@ -43,8 +43,20 @@ class Context:
         self.loss_mode = policy.actor.policy_loss.loss_mode
         self.loss = catalog.POLICY_LOSSES.get(self.loss_mode)
         """None: the user's own."""
+        self.clips_ratio = bool(self.loss and self.loss.ratio_clip)
+        self.clip_above = 1 + plan.clip_range(policy.actor)[1]
+        """The largest ratio that is not clipped."""
+        self.groups = config.algorithm.filter_groups
+        self.buffer = config.reward.overlong_buffer
         self.engine = plan.resolve_rollout(policy.rollout.name)
+        self.max_model_len = policy.rollout.max_model_len or self.longest
         self.val_files = plan.files_of(config.data.val_files)
+
+    @property
+    def needs_several(self) -> bool:
+        """The estimator compares the samples of a prompt."""
+        entry = catalog.ESTIMATORS.get(self.estimator)
+        return entry is not None and entry.needs_several
 
     @property
     def lone_advantage(self) -> str:
@@ -64,6 +76,17 @@ class Context:
     @property
     def length_arithmetic(self) -> str:
         return plan.length_arithmetic(self.config)
+
+    @property
+    def full_penalty_key(self) -> str:
+        """The key of the response length with the full length penalty."""
+        own = self.buffer.max_resp_len is not None
+        return "max_resp_len" if own else "data.max_response_length"
+
+    @property
+    def full_penalty(self) -> int:
+        own = self.buffer.max_resp_len
+        return self.data.max_response_length if own is None else own
 
     def ok(self, *keys: str) -> bool:
         """Return whether none of these keys has a reported problem."""

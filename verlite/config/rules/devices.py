@@ -16,8 +16,6 @@ from verlite.spec.weight_routes import why_impossible
 
 ROLLOUT = "actor_rollout_ref.rollout."
 PLACEMENT = "cluster.component_placement"
-MOST_LORA_RANK = 512
-"""Of vLLM 0.29 to 0.32."""
 FOR_SERVERS = ("auto", "files", "collective")
 """Transports to servers."""
 GROUPS = "cluster.node_groups"
@@ -201,8 +199,6 @@ def servers(context: Context) -> Iterator[Problem]:
     example = "Such as http://127.0.0.1:8000; `verlite serve generation` starts a server."
     key = f"{ROLLOUT}servers"
     addresses = plan.files_of(rollout.servers)
-    if not addresses:
-        yield Problem(key, rollout.servers, f"{ROLLOUT}name=server needs addresses", example)
     for address in addresses:
         if not re.fullmatch(r"https?://[^/\s?#]+/?", address):
             yield Problem(key, address, "must be http(s)://host:port without a path", example)
@@ -218,35 +214,6 @@ def servers(context: Context) -> Iterator[Problem]:
             f"{named[0]!r} places rollout, but with {ROLLOUT}name=server generation needs no "
             "device of this run",
             "Leave rollout out.",
-        )
-
-
-def lora_sync(context: Context) -> Iterator[Problem]:
-    """Adapters are synced separately only where there are some, and to an engine that applies
-    them."""
-    policy = context.config.actor_rollout_ref
-    if policy.rollout.lora_sync != "adapter":
-        return
-    key = f"{ROLLOUT}lora_sync"
-    if not plan.uses_lora(policy.model):
-        yield Problem(
-            key,
-            "adapter",
-            "the policy has no adapters",
-            "Set actor_rollout_ref.model.lora_rank, or leave it out.",
-        )
-    name = plan.resolve_rollout(policy.rollout.name)
-    if name != "vllm":
-        yield Problem(
-            key, "adapter", f"the engine {name} takes only merged weights", "Use rollout.name=vllm."
-        )
-    if policy.model.lora_rank > MOST_LORA_RANK:
-        yield Problem(
-            key,
-            "adapter",
-            f"vLLM applies adapters up to rank {MOST_LORA_RANK}, and "
-            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank}",
-            "Use merged.",
         )
 
 

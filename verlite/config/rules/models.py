@@ -11,6 +11,7 @@ from verlite.config import plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
 from verlite.config.rules.devices import shared_sequences
+from verlite.config.rules.errors import MODEL, OPTIMIZER, violations
 from verlite.config.schema import ModelConfig
 from verlite.spec.rope import position_limit
 
@@ -35,22 +36,14 @@ def _models(context: Context) -> dict[str, ModelConfig]:
 
 
 def settings(context: Context) -> Iterator[Problem]:
-    """Adapters and activation offload are consistent."""
+    """The settings of each model are consistent."""
     for section, model in _models(context).items():
         yield from model_settings(section, model)
 
 
 def model_settings(section: str, model: ModelConfig) -> Iterator[Problem]:
-    """Check which layers have adapters, and activation offload."""
-    for name in ("target_modules", "exclude_modules"):
-        value = getattr(model, name)
-        if not _names_modules(value):
-            yield Problem(
-                section + name,
-                value,
-                "must be a list of module names, or a regular expression",
-                "Such as [q_proj,v_proj].",
-            )
+    """Check adapters, activation offload and the chat template."""
+    yield from violations(MODEL, model, section=section)
     template = model.custom_chat_template
     if template is not None and "{" not in template:
         remedy = "Give the text of the template."
@@ -59,33 +52,15 @@ def model_settings(section: str, model: ModelConfig) -> Iterator[Problem]:
                 f'Give the text of the file: {section}custom_chat_template="$(cat {template})".'
             )
         yield Problem(section + "custom_chat_template", template, "is not a Jinja template", remedy)
-    if model.lora_rank > 0 and not model.lora_adapter_path and model.lora_alpha == 0:
-        yield Problem(
-            section + "lora_alpha",
-            0,
-            "multiplies the output of every adapter by 0",
-            "Usual: lora_rank, or twice that.",
-        )
-    if plan.uses_lora(model) and not model.target_modules:
-        yield Problem(
-            section + "target_modules",
-            model.target_modules,
-            "names no layer to adapt",
-            "Usual: all-linear.",
-        )
-    if model.enable_activation_offload and not model.enable_gradient_checkpointing:
-        yield Problem(
-            section + "enable_activation_offload",
-            True,
-            f"offloads what {section}enable_gradient_checkpointing stores, and that is off",
-            "Turn both on, or both off.",
-        )
 
 
-def _names_modules(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(item, str) for item in value)
-    return value is None or isinstance(value, str)
+def optimizers(c: Context) -> Iterator[Problem]:
+    """The settings of each optimizer are consistent."""
+    for section, optim in (
+        ("actor_rollout_ref.actor.optim.", c.actor.optim),
+        ("critic.optim.", c.critic.optim),
+    ):
+        yield from violations(OPTIMIZER, optim, section=section)
 
 
 def adapters(context: Context) -> Iterator[Problem]:

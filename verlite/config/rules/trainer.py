@@ -8,7 +8,6 @@ from typing import Any
 
 from verlite.config import debug, plan
 from verlite.config.durations import duration_s
-from verlite.config.keys import get
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 from verlite.spec.catalog import TRACKERS
@@ -26,30 +25,6 @@ SET_BY_VERLITE = {
     ),
 }
 """Environment variables that a run cannot choose for its workers -> why."""
-
-
-def validation(context: Context) -> Iterator[Problem]:
-    """There are files to validate on."""
-    config = context.config
-    trainer = config.trainer
-    if trainer.default_hdfs_dir is not None:
-        yield Problem(
-            "trainer.default_hdfs_dir",
-            trainer.default_hdfs_dir,
-            "remote file systems are not supported",
-            "Use null, and trainer.default_local_dir on a shared folder.",
-        )
-    if plan.files_of(config.data.val_files):
-        return
-    early = trainer.val_before_train and "trainer.val_before_train" in context.user_keys
-    asked = {
-        "trainer.test_freq": trainer.test_freq > 0,
-        "trainer.val_only": trainer.val_only,
-        "trainer.val_before_train": early,
-    }
-    for key, is_asked in asked.items():
-        if is_asked:
-            yield Problem(key, get(config, key), "needs validation files", "Give data.val_files.")
 
 
 def resume(context: Context) -> Iterator[Problem]:
