@@ -20,113 +20,67 @@ from verlite.spec import catalog
 
 NO_INFLUENCE = "the KL to the reference is computed, which costs a reference, but has no influence"
 
+# fmt: off
 NOTES: tuple[tuple[Callable[[Context], Any], str], ...] = (
-    (
-        lambda c: c.rollout.name == "auto" and c.engine == "vllm",
-        "actor_rollout_ref.rollout.name=auto chose vllm",
-    ),
-    (
-        lambda c: c.rollout.name == "auto" and c.engine != "vllm",
-        "actor_rollout_ref.rollout.name=auto chose {c.engine}: vLLM is not installed",
-    ),
-    (
-        lambda c: c.actor.ppo_mini_batch_size > c.prompts,
-        "actor_rollout_ref.actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} is more than "
-        "data.train_batch_size={c.prompts}; both count prompts: one update per step",
-    ),
-    (
-        lambda c: c.needs_critic and (c.critic.ppo_mini_batch_size or 0) > c.prompts,
-        "critic.ppo_mini_batch_size={c.critic.ppo_mini_batch_size} is more than "
-        "data.train_batch_size={c.prompts}; both count prompts: one update per step",
-    ),
-    (
-        lambda c: c.n == 1 and catalog.compares(c.estimator),
-        "algorithm.adv_estimator={c.estimator} with actor_rollout_ref.rollout.n=1: a prompt has no "
-        "other sample to compare with, so the advantage is {c.lone_advantage}, without a baseline; "
-        "usual: 4 to 16",
-    ),
-    (
-        lambda c: c.loss and c.loss.aggregation not in (None, c.actor.loss_agg_mode),
-        "actor_rollout_ref.actor.loss_agg_mode={c.actor.loss_agg_mode}: the paper of "
-        "policy_loss.loss_mode={c.loss_mode} uses {c.loss.aggregation}",
-    ),
-    (
-        lambda c: c.algorithm.use_kl_in_reward and c.actor.use_kl_loss,
-        "the KL to the reference counts twice: algorithm.use_kl_in_reward and "
-        "actor_rollout_ref.actor.use_kl_loss are both on",
-    ),
-    (
-        lambda c: c.actor.use_kl_loss and c.actor.kl_loss_coef == 0,
-        f"actor_rollout_ref.actor.kl_loss_coef=0: {NO_INFLUENCE}",
-    ),
-    (
-        lambda c: c.actor.use_kl_loss and c.actor.kl_loss_type in ("kl", "k1"),
-        "actor_rollout_ref.actor.kl_loss_type={c.actor.kl_loss_type}: the expected gradient of "
-        "this estimator is 0, so it adds noise and no constraint; use {c.actor.kl_loss_type}+ or "
-        "low_var_kl",
-    ),
-    (
-        lambda c: c.estimator == "rloo_token_kl" and not c.algorithm.use_kl_in_reward,
-        "algorithm.adv_estimator=rloo_token_kl is rloo with clipped advantages while "
-        "algorithm.use_kl_in_reward is off",
-    ),
-    (
-        lambda c: (
-            c.algorithm.use_kl_in_reward
-            and c.algorithm.kl_ctrl.type == "fixed"
-            and c.algorithm.kl_ctrl.kl_coef == 0
-        ),
-        f"algorithm.kl_ctrl.kl_coef=0: {NO_INFLUENCE}",
-    ),
-    (
-        lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_penalty.endswith("+"),
-        "algorithm.kl_penalty={c.algorithm.kl_penalty}: a reward has no gradient, so the + has no "
-        "effect",
-    ),
-    (
-        lambda c: c.algorithm.filter_groups.enable and c.trainer.epochs() is not None,
-        "trainer.total_epochs counts data.train_batch_size prompts per step, but "
-        "algorithm.filter_groups draws more: set trainer.total_training_steps for an exact length",
-    ),
-    (
-        lambda c: c.algorithm.filter_groups.enable and c.n > 1 and "values" in c.measured,
-        "algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns "
-        "their values",
-    ),
-    (
-        lambda c: c.turns and plan.worst_case(c.config) > c.longest,
-        "samples may not fit: {c.length_arithmetic}",
-    ),
-    (
-        lambda c: "actor_rollout_ref.rollout.n_agent" in c.old_names and c.n > 1,
-        "actor_rollout_ref.actor.ppo_mini_batch_size counts prompts here, {c.n} samples each; "
-        "Search-R1 counted samples, so its runs made {c.n} times as many updates",
-    ),
-    (
-        lambda c: c.val_files and c.rollout.val_kwargs.n > 1 and not _samples(c),
-        "actor_rollout_ref.rollout.val_kwargs.n={c.rollout.val_kwargs.n}: validation is greedy, so "
-        "all samples of a prompt are the same",
-    ),
-    (
-        lambda c: (
-            c.val_files
-            and c.rollout.val_kwargs.n == 1
-            and c.rollout.val_kwargs.do_sample
-            and not _samples(c)
-        ),
-        "actor_rollout_ref.rollout.val_kwargs.temperature=0 is greedy although do_sample is on",
-    ),
-    (
-        lambda c: _variables(c).get(VERL_VARIABLE) == "1",
-        f"{VERL_VARIABLE}=1: files that import verl get verlite's own versions of its functions "
-        "and classes, unless verl is installed (docs/migration/verl.md).",
-    ),
-    (
-        lambda c: "/" not in c.model.path and not Path(c.model.path).expanduser().exists(),
-        "actor_rollout_ref.model.path={c.model.path} is not a folder here, so it is read as a name "
-        "on the hub. Names there have the form OWNER/NAME, such as Qwen/Qwen2.5-0.5B.",
-    ),
+    (lambda c: c.rollout.name == "auto" and c.engine == "vllm",
+     "actor_rollout_ref.rollout.name=auto chose vllm"),
+    (lambda c: c.rollout.name == "auto" and c.engine != "vllm",
+     "actor_rollout_ref.rollout.name=auto chose {c.engine}: vLLM is not installed"),
+    (lambda c: c.actor.ppo_mini_batch_size > c.prompts,
+     "actor_rollout_ref.actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} is more than "
+     "data.train_batch_size={c.prompts}; both count prompts: one update per step"),
+    (lambda c: c.needs_critic and (c.critic.ppo_mini_batch_size or 0) > c.prompts,
+     "critic.ppo_mini_batch_size={c.critic.ppo_mini_batch_size} is more than "
+     "data.train_batch_size={c.prompts}; both count prompts: one update per step"),
+    (lambda c: c.n == 1 and catalog.compares(c.estimator),
+     "algorithm.adv_estimator={c.estimator} with actor_rollout_ref.rollout.n=1: a prompt has no "
+     "other sample to compare with, so the advantage is {c.lone_advantage}, without a baseline; "
+     "usual: 4 to 16"),
+    (lambda c: c.loss and c.loss.aggregation not in (None, c.actor.loss_agg_mode),
+     "actor_rollout_ref.actor.loss_agg_mode={c.actor.loss_agg_mode}: the paper of "
+     "policy_loss.loss_mode={c.loss_mode} uses {c.loss.aggregation}"),
+    (lambda c: c.algorithm.use_kl_in_reward and c.actor.use_kl_loss,
+     "the KL to the reference counts twice: algorithm.use_kl_in_reward and "
+     "actor_rollout_ref.actor.use_kl_loss are both on"),
+    (lambda c: c.actor.use_kl_loss and c.actor.kl_loss_coef == 0,
+     f"actor_rollout_ref.actor.kl_loss_coef=0: {NO_INFLUENCE}"),
+    (lambda c: c.actor.use_kl_loss and c.actor.kl_loss_type in ("kl", "k1"),
+     "actor_rollout_ref.actor.kl_loss_type={c.actor.kl_loss_type}: the expected gradient of this "
+     "estimator is 0, so it adds noise and no constraint; use {c.actor.kl_loss_type}+ or "
+     "low_var_kl"),
+    (lambda c: c.estimator == "rloo_token_kl" and not c.algorithm.use_kl_in_reward,
+     "algorithm.adv_estimator=rloo_token_kl is rloo with clipped advantages while "
+     "algorithm.use_kl_in_reward is off"),
+    (lambda c: (c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "fixed"
+         and c.algorithm.kl_ctrl.kl_coef == 0), f"algorithm.kl_ctrl.kl_coef=0: {NO_INFLUENCE}"),
+    (lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_penalty.endswith("+"),
+     "algorithm.kl_penalty={c.algorithm.kl_penalty}: a reward has no gradient, so the + has no "
+     "effect"),
+    (lambda c: c.algorithm.filter_groups.enable and c.trainer.epochs() is not None,
+     "trainer.total_epochs counts data.train_batch_size prompts per step, but "
+     "algorithm.filter_groups draws more: set trainer.total_training_steps for an exact length"),
+    (lambda c: c.algorithm.filter_groups.enable and c.n > 1 and "values" in c.measured,
+     "algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns "
+     "their values"),
+    (lambda c: c.turns and plan.worst_case(c.config) > c.longest,
+     "samples may not fit: {c.length_arithmetic}"),
+    (lambda c: "actor_rollout_ref.rollout.n_agent" in c.old_names and c.n > 1,
+     "actor_rollout_ref.actor.ppo_mini_batch_size counts prompts here, {c.n} samples each; "
+     "Search-R1 counted samples, so its runs made {c.n} times as many updates"),
+    (lambda c: c.val_files and c.rollout.val_kwargs.n > 1 and not _samples(c),
+     "actor_rollout_ref.rollout.val_kwargs.n={c.rollout.val_kwargs.n}: validation is greedy, so "
+     "all samples of a prompt are the same"),
+    (lambda c: (c.val_files and c.rollout.val_kwargs.n == 1 and c.rollout.val_kwargs.do_sample
+         and not _samples(c)),
+     "actor_rollout_ref.rollout.val_kwargs.temperature=0 is greedy although do_sample is on"),
+    (lambda c: _variables(c).get(VERL_VARIABLE) == "1",
+     f"{VERL_VARIABLE}=1: files that import verl get verlite's own versions of its functions "
+     "and classes, unless verl is installed (docs/migration/verl.md)."),
+    (lambda c: "/" not in c.model.path and not Path(c.model.path).expanduser().exists(),
+     "actor_rollout_ref.model.path={c.model.path} is not a folder here, so it is read as a name on "
+     "the hub. Names there have the form OWNER/NAME, such as Qwen/Qwen2.5-0.5B."),
 )
+# fmt: on
 """Condition, and what is noted where it holds. docs/rules.md has an example of each."""
 
 
