@@ -42,8 +42,6 @@ class Plan:
 
     nnodes: int
     devices_per_node: int
-    n_devices: int
-    """Devices of the whole run."""
     device: str
     """cuda or cpu."""
     roles: tuple[str, ...]
@@ -66,8 +64,6 @@ class Plan:
     """N."""
     batch_size: int
     """B = G*N: samples per step."""
-    rows_per_rank: tuple[int, int]
-    """Fewest and most of these rows per actor rank, or per sequence-parallel group of ranks."""
     actor: Updates
     critic: Updates | None
     log_prob_micro: Micro
@@ -77,7 +73,6 @@ class Plan:
     value_micro: Micro | None
     """Values."""
 
-    needs_critic: bool
     needs_reference: bool
     reference_is_actor: bool
     """With LoRA: the policy without its adapters is the reference. `inference` computes it if that
@@ -135,8 +130,6 @@ class Plan:
     device, beside the actor's first rank. () without servers."""
     tensor_parallel: int
     """Devices per engine. 1 for hf and server."""
-    engines: int
-    """Rollout processes: copies of the model that generate, or 1 for all servers."""
     weights: WeightRoutes
     """How each engine, and each rank of `inference`, gets the trainer's weights."""
     max_model_len: int
@@ -148,8 +141,6 @@ class Plan:
     syncs_adapters: bool
     """rollout.lora_sync=adapter: engines get the adapters separately from the base model."""
 
-    train_files: list[str]
-    val_files: list[str]
     train_rows: int | None
     """Rows in the training files, after train_max_samples, before length filtering.
 
@@ -163,14 +154,29 @@ class Plan:
     """Passes over the data after which the run ends. None: without limit."""
     total_training_steps: int | None
     """trainer.total_training_steps: the run ends after them, and schedules are this long."""
-    validates: bool
-    """The run validates at least once."""
     validates_first: bool
     """Validate before step 1. val_only implies it."""
     choices: list[tuple[str, str]]
     """Rows of the table about model, algorithm and run, as (name, text)."""
     turns: str
     """Largest length of an agent's samples, in words; "" for single turns."""
+
+    @property
+    def n_devices(self) -> int:
+        """Devices of the whole run."""
+        return self.nnodes * self.devices_per_node
+
+    @property
+    def rows_per_rank(self) -> tuple[int, int]:
+        """Fewest and most rows of a step per actor rank, or per sequence-parallel group of
+        ranks."""
+        groups = len(self.placement["actor"]) // self.sequence_parallel["actor"]
+        return self.batch_size // groups, math.ceil(self.batch_size / groups)
+
+    @property
+    def engines(self) -> int:
+        """Rollout processes: copies of the model that generate, or 1 for all servers."""
+        return len(self.placement["rollout"]) // self.tensor_parallel
 
     @property
     def device_roles(self) -> tuple[str, ...]:
@@ -289,17 +295,18 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     where = _placement(config, device)
     shared = where["sequence_parallel"]
     actor = _actor_updates(config, shared)
+    algorithm = _algorithm(config, actor)
     plan = Plan(
         **where,
-        **_step(config, len(where["placement"]["actor"]) // shared["actor"]),
+        **_step(config),
         actor=actor,
         **_critic(config, shared),
         **_forward_passes(config, shared),
-        **_algorithm(config, actor),
+        **algorithm,
         **_lengths(config),
         **_engine(config, device, where["placement"]),
         **_run(config, count_rows),
-        choices=_words(config),
+        choices=_words(config, algorithm),
     )
     return plan if plan.train_rows is None else plan.with_rows(plan.train_rows)
 
@@ -319,7 +326,6 @@ def _placement(config: Config, device: str) -> dict[str, Any]:
     return {
         "nnodes": trainer.nnodes,
         "devices_per_node": trainer.n_gpus_per_node,
-        "n_devices": shape(config).devices,
         "device": device,
         "roles": roles(config),
         "placement": placement,
@@ -327,24 +333,21 @@ def _placement(config: Config, device: str) -> dict[str, Any]:
         "env_vars": groups.env_vars,
         "python": groups.python,
         "sequence_parallel": sequence_parallel(config),
-        "needs_critic": needs_critic(config),
         "needs_reference": needs_reference(config),
         "reference_is_actor": reference_is_actor(config),
         "reference_urls": reference_urls(config),
     }
 
 
-def _step(config: Config, groups: int) -> dict[str, Any]:
-    """Return the fields about the batch of a step, which `groups` of actor ranks share."""
+def _step(config: Config) -> dict[str, Any]:
+    """Return the fields about the batch of a step."""
     prompts = config.data.train_batch_size
     samples = config.actor_rollout_ref.rollout.n
-    rows = prompts * samples
     key, drawn = prompts_drawn(config)
     return {
         "prompts": prompts,
         "samples_per_prompt": samples,
-        "batch_size": rows,
-        "rows_per_rank": (rows // groups, math.ceil(rows / groups)),
+        "batch_size": prompts * samples,
         "gen_prompts": drawn,
         "gen_prompts_key": key,
         "filters_groups": config.algorithm.filter_groups.enable,
@@ -448,10 +451,9 @@ def _algorithm(config: Config, updates: Updates) -> dict[str, Any]:
 
 def _lengths(config: Config) -> dict[str, Any]:
     """Return the fields about turns and lengths."""
-    data = config.data
     turns = max_turns(config)
     key, prompt = longest_prompt(config)
-    longest = data.max_prompt_length + data.max_response_length
+    longest = longest_sequence(config)
     return {
         "max_turns": turns,
         "longest_prompt": prompt,
@@ -472,7 +474,6 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
         "rollout_name": name,
         "servers": servers(config),
         "tensor_parallel": size,
-        "engines": len(placement["rollout"]) // size,
         "weights": weight_routes(
             placement["actor"],
             placement["rollout"],
@@ -491,24 +492,19 @@ def _run(config: Config, count_rows: bool) -> dict[str, Any]:
     """Return the fields about files, steps and validation."""
     data = config.data
     trainer = config.trainer
-    train_files = files_of(data.train_files)
     val_files = files_of(data.val_files)
     train_rows = val_rows = None
     if count_rows and data.custom_cls.path is None:
-        train_rows = _limited(count(train_files), data.train_max_samples)
+        train_rows = _limited(count(files_of(data.train_files)), data.train_max_samples)
         val_rows = _limited(count(val_files), data.val_max_samples) if val_files else None
-    early = trainer.val_before_train or trainer.val_only
     return {
-        "train_files": train_files,
-        "val_files": val_files,
         "train_rows": train_rows,
         "val_rows": val_rows,
         "steps_per_epoch": None,
         "total_steps": None if trainer.epochs() else trainer.total_training_steps,
         "total_epochs": trainer.epochs(),
         "total_training_steps": trainer.total_training_steps,
-        "validates": bool(val_files) and (early or trainer.test_freq > 0),
-        "validates_first": bool(val_files) and early,
+        "validates_first": bool(val_files) and (trainer.val_before_train or trainer.val_only),
     }
 
 
@@ -532,7 +528,7 @@ def which_ends(per_epoch: int, epochs: int | None, steps: int | None) -> str:
     return f"{passes} ends the run, not {exact}, the length of learning-rate schedules"
 
 
-def _words(config: Config) -> list[tuple[str, str]]:
+def _words(config: Config, fields: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the table about model, algorithm and run."""
     trainer = config.trainer
     resume = trainer.resume_mode
@@ -547,17 +543,16 @@ def _words(config: Config) -> list[tuple[str, str]]:
         run.append("no checkpoints to resume from (trainer.save_freq=-1)")
     return [
         ("model", _model(config.actor_rollout_ref.model)),
-        ("algorithm", ", ".join(_algorithm_words(config))),
+        ("algorithm", ", ".join(_algorithm_words(config, fields))),
         ("run", ", ".join(run)),
     ]
 
 
-def _algorithm_words(config: Config) -> list[str]:
+def _algorithm_words(config: Config, fields: dict[str, Any]) -> list[str]:
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
-    corrected = correction.settings(algorithm.rollout_correction)
-    loss = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
-    low, high = clip_range(actor)
+    corrected, loss = fields["correction"], fields["loss_mode"]
+    low, high = fields["clip_low"], fields["clip_high"]
     clip = f"clip {low:g}" if low == high else f"clip {low:g} and {high:g}"
     words = [algorithm.adv_estimator, f"{loss} loss", actor.loss_agg_mode, clip]
     if algorithm.filter_groups.enable:
@@ -607,6 +602,11 @@ def longest_prompt(config: Config) -> tuple[str, int]:
     return "data.max_prompt_length", config.data.max_prompt_length
 
 
+def longest_sequence(config: Config) -> int:
+    """Return the largest number of tokens of a whole sample."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
 def worst_case(config: Config) -> int:
     """Return the tokens of a sample with the longest prompt, turns and observations."""
     data = config.data
@@ -621,7 +621,7 @@ def _longest_response(config: Config, turns: int) -> int:
         return data.max_response_length
     return min(
         worst_case(config) - longest_prompt(config)[1],
-        data.max_prompt_length + data.max_response_length - 1,
+        longest_sequence(config) - 1,
     )
 
 
@@ -630,7 +630,7 @@ def length_arithmetic(config: Config) -> str:
     data = config.data
     turns = max_turns(config)
     worst = worst_case(config)
-    fits = data.max_prompt_length + data.max_response_length
+    fits = longest_sequence(config)
     _, start = longest_prompt(config)
     turn = data.max_response_length
     obs = data.max_obs_length

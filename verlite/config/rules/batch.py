@@ -12,23 +12,19 @@ ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
 
 
-def mini_batches(context: Context) -> Iterator[Problem]:
+def mini_batches(c: Context) -> Iterator[Problem]:
     """The mini-batches of a step are equally large. One that is larger than the batch is cut."""
-    config = context.config
-    prompts = config.data.train_batch_size
-    sizes = {f"{ACTOR}ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if plan.needs_critic(config) and config.critic.ppo_mini_batch_size is not None:
-        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    sizes = {f"{ACTOR}ppo_mini_batch_size": c.actor.ppo_mini_batch_size}
+    if c.needs_critic and c.critic.ppo_mini_batch_size is not None:
+        sizes["critic.ppo_mini_batch_size"] = c.critic.ppo_mini_batch_size
     for key, size in sizes.items():
-        if not context.ok("data.train_batch_size", key):
-            continue
-        if size < prompts and prompts % size:
+        if c.ok("data.train_batch_size", key) and size < c.prompts and c.prompts % size:
             yield Problem(
                 key,
                 size,
-                f"does not divide data.train_batch_size={prompts}: the last update of each step "
+                f"does not divide data.train_batch_size={c.prompts}: the last update of each step "
                 "would be smaller than the others",
-                nearest_legal(prompts, size),
+                nearest_legal(c.prompts, size),
             )
 
 
@@ -74,7 +70,7 @@ def _token_budget(context: Context, key: str, role: str, inherits: bool) -> Iter
     devices for it.
     """
     config = context.config
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = context.longest
     devices = plan.sequence_parallel(config)
     shared = max(1, devices[role])
     budget = get(config, key)

@@ -34,7 +34,7 @@ class Context:
 
         self.prompts = config.data.train_batch_size
         self.n = policy.rollout.n
-        self.longest = config.data.max_prompt_length + config.data.max_response_length
+        self.longest = plan.longest_sequence(config)
         """Tokens of the longest sequence."""
         self.turns = plan.max_turns(config)
         self.estimator = config.algorithm.adv_estimator

@@ -192,7 +192,7 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
     data = context.config.data
     rollout = context.config.actor_rollout_ref.rollout
     positions = described.get("max_position_embeddings")
-    longest = data.max_prompt_length + data.max_response_length
+    longest = context.longest
     parameters = described.get("rope_parameters") or {}
     scaled = described.get("rope_scaling") or "factor" in parameters
     if isinstance(positions, int) and not scaled and positions < longest:
