@@ -86,21 +86,14 @@ def _readers(kind: str) -> tuple[str, Any]:
     return LOSS, catalog.POLICY_LOSSES
 
 
-def _by_tokens(section: str) -> Callable[[Context], bool]:
-    """Return a predicate: passes of a section fill micro-batches by tokens."""
-    return lambda c: plan.uses_dynamic_batches(c.config, section)
-
-
-def _by_count(section: str) -> Callable[[Context], bool]:
-    return lambda c: not plan.uses_dynamic_batches(c.config, section)
-
-
 PASSES = ("actor", "rollout", "ref", "critic")
 
 
-def _own_reference(c: Context) -> bool:
-    """No service computes the reference."""
-    return not plan.reference_urls(c.config)
+def _may_be_on(c: Context, device: str) -> bool:
+    """Return whether the run may be on this kind of device. trainer.device=auto takes what a
+    cluster has, which only joining it tells."""
+    unknown = c.trainer.device == "auto" and plan.joins_cluster(c.config)
+    return unknown or plan.resolve_device(c.trainer.device) == device
 
 
 def _divides_by_constant(c: Context) -> bool:
@@ -110,17 +103,7 @@ def _divides_by_constant(c: Context) -> bool:
     return "seq-mean-token-sum-norm" in modes
 
 
-def _on(device: str) -> Callable[[Context], bool]:
-    """Return a predicate: the run may be on this kind of device.
-
-    trainer.device=auto takes what a cluster has, which only joining it tells.
-    """
-    return lambda c: (
-        (c.trainer.device == "auto" and plan.joins_cluster(c.config))
-        or plan.resolve_device(c.trainer.device) == device
-    )
-
-
+# fmt: off
 PREDICATES: dict[str, Callable[[Context], bool]] = {
     GIVEN_VALIDATION: lambda c: bool(c.val_files),
     KL_TERM: lambda c: plan.needs_reference(c.config),
@@ -129,59 +112,49 @@ PREDICATES: dict[str, Callable[[Context], bool]] = {
     UNWHITENED: lambda c: not catalog.whitens(c.estimator),
     VLLM: lambda c: c.engine not in ("hf", "server"),
     OWN_ENGINES: lambda c: c.rollout.name != "server",
-    GPU: _on("cuda"),
-    "the run is on CPUs": _on("cpu"),
-    "the reference has its own worker": lambda c: (
-        not plan.reference_is_actor(c.config) and _own_reference(c)
-    ),
+    GPU: lambda c: _may_be_on(c, "cuda"),
+    "the run is on CPUs": lambda c: _may_be_on(c, "cpu"),
+    "the reference has its own worker":
+        lambda c: c.own_reference and not plan.reference_is_actor(c.config),
     NOT_THE_ACTOR: lambda c: not plan.uses_lora(c.model),
-    OWN_REFERENCE: _own_reference,
-    "a pass counts samples (use_dynamic_bsz=false)": lambda c: any(
-        _by_count(section)(c) for section in PASSES
-    ),
-    "a pass fills micro-batches by tokens (use_dynamic_bsz=true)": lambda c: any(
-        _by_tokens(section)(c) for section in PASSES
-    ),
-    "old log-prob passes count samples (log_prob_use_dynamic_bsz=false)": _by_count("rollout"),
-    "old log-prob passes fill batches by tokens (log_prob_use_dynamic_bsz=true)": _by_tokens(
-        "rollout"
-    ),
-    "reference passes count samples (log_prob_use_dynamic_bsz=false)": lambda c: (
-        _by_count("ref")(c) and _own_reference(c)
-    ),
-    "reference passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)": lambda c: (
-        _by_tokens("ref")(c) and _own_reference(c)
-    ),
-    "critic passes count samples (critic.use_dynamic_bsz=false)": _by_count("critic"),
-    "critic passes fill micro-batches by tokens (critic.use_dynamic_bsz=true)": _by_tokens(
-        "critic"
-    ),
-    "clip_ratio_low or clip_ratio_high is null": lambda c: (
-        None in (c.actor.clip_ratio_low, c.actor.clip_ratio_high)
-    ),
+    OWN_REFERENCE: lambda c: c.own_reference,
+    "a pass counts samples (use_dynamic_bsz=false)":
+        lambda c: not all(map(c.by_tokens, PASSES)),
+    "a pass fills micro-batches by tokens (use_dynamic_bsz=true)":
+        lambda c: any(map(c.by_tokens, PASSES)),
+    "old log-prob passes count samples (log_prob_use_dynamic_bsz=false)":
+        lambda c: not c.by_tokens("rollout"),
+    "old log-prob passes fill batches by tokens (log_prob_use_dynamic_bsz=true)":
+        lambda c: c.by_tokens("rollout"),
+    "reference passes count samples (log_prob_use_dynamic_bsz=false)":
+        lambda c: c.own_reference and not c.by_tokens("ref"),
+    "reference passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)":
+        lambda c: c.own_reference and c.by_tokens("ref"),
+    "critic passes count samples (critic.use_dynamic_bsz=false)":
+        lambda c: not c.by_tokens("critic"),
+    "critic passes fill micro-batches by tokens (critic.use_dynamic_bsz=true)":
+        lambda c: c.by_tokens("critic"),
+    "clip_ratio_low or clip_ratio_high is null":
+        lambda c: None in (c.actor.clip_ratio_low, c.actor.clip_ratio_high),
     "a loss uses loss_agg_mode=seq-mean-token-sum-norm": _divides_by_constant,
     "actor.shuffle or critic.shuffle is on, or the loss is clip_cov": lambda c: bool(
-        c.loss is None or c.loss_mode == "clip_cov" or c.actor.shuffle or c.critic.shuffle
-    ),
+        c.loss is None or c.loss_mode == "clip_cov" or c.actor.shuffle or c.critic.shuffle),
     "policy_loss.loss_mode names your own function": lambda c: c.loss is None,
-    "algorithm.adv_estimator names your own function": lambda c: (
-        c.estimator not in catalog.ESTIMATORS
-    ),
+    "algorithm.adv_estimator names your own function":
+        lambda c: c.estimator not in catalog.ESTIMATORS,
     "env.name names your own class": lambda c: c.config.env.name not in catalog.ENV_FACTORIES,
     "the loss has rollout_is weights": lambda c: bool(c.correction.rollout_is),
-    "the loss is not bypass mode's ppo_clip": lambda c: (
-        not (c.correction.bypass_mode and c.correction.loss_type == "ppo_clip")
-    ),
+    "the loss is not bypass mode's ppo_clip":
+        lambda c: not (c.correction.bypass_mode and c.correction.loss_type == "ppo_clip"),
     "rollout_rs rejects tokens or responses": lambda c: bool(c.correction.rollout_rs),
     "bypass mode is on": lambda c: c.correction.bypass_mode,
-    "trainer.val_only is off or trainer.val_before_train is on": lambda c: (
-        not c.trainer.val_only or c.trainer.val_before_train
-    ),
-    "the run has a critic, or trainer.critic_warmup is 0": lambda c: (
-        c.needs_critic or c.trainer.critic_warmup == 0
-    ),
+    "trainer.val_only is off or trainer.val_before_train is on":
+        lambda c: not c.trainer.val_only or c.trainer.val_before_train,
+    "the run has a critic, or trainer.critic_warmup is 0":
+        lambda c: c.needs_critic or c.trainer.critic_warmup == 0,
     OWN_ROWS: lambda c: bool(c.data.custom_cls.path or c.data.sampler.class_path),
 }
+# fmt: on
 """Conditions that a comparison cannot express. The text is what users read."""
 
 

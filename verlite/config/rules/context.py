@@ -69,6 +69,11 @@ class Context:
         return plan.needs_critic(self.config)
 
     @property
+    def own_reference(self) -> bool:
+        """No service computes the reference."""
+        return not plan.reference_urls(self.config)
+
+    @property
     def correction(self) -> correction.RolloutCorrection:
         """Settings of algorithm.rollout_correction. Raises ValueError if they are inconsistent."""
         return correction.settings(self.algorithm.rollout_correction)
@@ -87,6 +92,10 @@ class Context:
     def full_penalty(self) -> int:
         own = self.buffer.max_resp_len
         return self.data.max_response_length if own is None else own
+
+    def by_tokens(self, section: str) -> bool:
+        """Return whether passes of actor, rollout, ref or critic fill micro-batches by tokens."""
+        return plan.uses_dynamic_batches(self.config, section)
 
     def ok(self, *keys: str) -> bool:
         """Return whether none of these keys has a reported problem."""
