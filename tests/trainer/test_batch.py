@@ -30,6 +30,7 @@ def rollout_output(rows, prompts=None, results=None):
             "Timeout" if status == "error" else None,
             [3],
             1,
+            segments=[("model", len(ids))],
         )
         for prompt, (ids, mask, log_probs, status) in zip(prompts, rows, strict=True)
     ]

@@ -529,7 +529,7 @@ def test_validation_reports_failures_of_any_chunk_and_prints_samples(tmp_path):
         metrics["val-core/sums/reward/mean@1"] == pytest.approx(2 / 3)
         and metrics["val-aux/error_rate"] == 0.25
     )
-    assert metrics["val-aux/num_turns/mean"] == 1
+    assert metrics["val-aux/num_turns/mean"] == 2
     warned, shown = run.display
     assert (
         warned.startswith("1 of 4 validation samples could not be scored")

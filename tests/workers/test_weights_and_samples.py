@@ -611,6 +611,7 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
     ]
     assert columns["error"][3] == "ToolError: no secret"
     assert t["turns"].tolist() == [3, 3, 3, 1] and t["invalid_turns"].tolist() == [0, 3, 0, 0]
+    assert t["num_turns"].tolist() == [6, 6, 6, 2], "with the prompt and the answers of the tool"
     assert t["truncated_observations"].tolist() == [0, 0, 2, 0]
     assert [len(infos) for infos in columns["turn_infos"]] == [3, 3, 3, 0] and columns[
         "turn_infos"

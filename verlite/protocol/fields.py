@@ -135,6 +135,12 @@ FIELDS: dict[str, Field] = {
         "B", _FLOAT, "generate", "time its worker waited for rewards after its last sample"
     ),
     "turns": Field("B", _INT, "generate", "turns of the policy"),
+    "num_turns": Field(
+        "B",
+        _INT,
+        "generate",
+        "messages, as verl counts them: the prompt, the policy's turns and the answers of tools",
+    ),
     "invalid_turns": Field("B", _INT, "generate", "turns that the environment called malformed"),
     "truncated_observations": Field(
         "B", _INT, "generate", "observations truncated to data.max_obs_length"

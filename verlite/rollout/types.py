@@ -162,6 +162,11 @@ class Trajectory:
     """(author, token count) of each piece of the response. Unlike the mask, it is kept after
     `fail`."""
 
+    @property
+    def num_turns(self) -> int:
+        """Messages, as verl counts them: the prompt, the model's turns and the answers of tools."""
+        return 1 + len(self.segments)
+
     def append_sampled(self, completion: Completion) -> None:
         """Append the tokens of one generation call."""
         if len(completion.ids) != len(completion.log_probs):

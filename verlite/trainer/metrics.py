@@ -38,7 +38,7 @@ def batch_metrics(
         "response_length/clip_ratio": (lengths >= max_response_length).double().mean().item(),
         "response/aborted_ratio": (lengths == 0).double().mean().item(),
         **summarize("response_length_non_aborted", lengths[lengths > 0]),
-        **summarize("num_turns", t["turns"]),
+        **summarize("num_turns", t["num_turns"]),
         **summarize("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).double().mean().item(),
         "rollout/error_rate": (batch.non_tensor_batch["status"] == "error").mean().item(),

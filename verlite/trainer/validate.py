@@ -35,7 +35,7 @@ class _Results:
     uids: list[str] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
+    num_turns: list[int] = field(default_factory=list)
     trajectory_info: dict[str, list[float | None]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -47,7 +47,7 @@ class _Results:
         self.sources += list(columns["data_source"])
         self.uids += list(columns["uid"])
         self.parts += list(columns["reward_parts"])
-        self.turns += batch.batch["turns"].tolist()
+        self.num_turns += batch.batch["num_turns"].tolist()
         self.rewards += _of_valid(batch.batch["raw_scores"].tolist(), valid)
         if multi_turn:
             for name, values in trajectory_numbers(batch).items():
@@ -121,7 +121,7 @@ def validate(run: Run) -> Metrics:
         )
     predictions = [parts.get("pred") for parts in results.parts]
     metrics = validation_metrics(results.sources, results.uids, results.variables(), predictions)
-    metrics |= summarize("val-aux/num_turns", torch.tensor(results.turns))
+    metrics |= summarize("val-aux/num_turns", torch.tensor(results.num_turns))
     metrics["val-aux/error_rate"] = failed / samples
     return metrics
 

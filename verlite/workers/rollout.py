@@ -135,9 +135,7 @@ class RolloutWorker(Worker):
         trajectory: Trajectory,
         decoded: DecodedResponse,
     ) -> RewardItem:
-        # As in verl: the prompt, the model's turns, and the answers of tools.
-        num_turns = 1 + len(trajectory.segments)
-        extra_info = {**columns["extra_info"][row], "num_turns": num_turns}
+        extra_info = {**columns["extra_info"][row], "num_turns": trajectory.num_turns}
         if self.spec.max_turns:
             info = {
                 "segments": decoded.transcript,
@@ -303,6 +301,7 @@ def as_columns(
         "raw_scores": torch.tensor([result.score or 0.0 for result in scored], dtype=torch.float32),
         "reward_seconds": torch.full((len(trajectories),), waited_s),
         "turns": _int_tensor(t.turns for t in trajectories),
+        "num_turns": _int_tensor(t.num_turns for t in trajectories),
         "weight_version": _int_tensor(versions),
     }
     columns = {
