@@ -124,7 +124,7 @@ def test_verls_files_are_a_configuration(folder, material, files):
     if files is NEWEST:  # what HEAD's files give and verlite's defaults do not
         own.trainer.total_epochs = 30
         for engine in (own.actor_rollout_ref.actor.fsdp_config, own.critic.model.fsdp_config):
-            engine.dtype, engine.use_torch_compile = "bfloat16", True
+            engine.dtype = "bfloat16"  # and use_torch_compile stays off: verl's is for the entropy
         own.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {}, "sglang": {}, "trtllm": {}}
     assert mine == own
 
@@ -143,6 +143,21 @@ def test_changes_of_verls_files_count(folder, material):
     assert config.critic.model.fsdp_config.param_offload
     found = config.actor_rollout_ref.model
     assert (found.lora_rank, found.lora_alpha, found.target_modules) == (8, 64, "all-linear")
+
+
+def test_use_torch_compile_of_verls_files_does_not_compile_the_model(folder, material):
+    """It compiles the entropy there. A file of one's own has verlite's key and its meaning."""
+    engine = {"actor_rollout_ref": {"actor": {"fsdp_config": {"use_torch_compile": True}}}}
+    mine = {"mine": {"defaults": ["ppo_trainer", "_self_"], **engine}}
+    place = folder(NEWEST, mine)
+    config = material.load(config_name="ppo_trainer", config_dir=place).config
+    engines = (config.actor_rollout_ref.actor.fsdp_config, config.critic.model.fsdp_config)
+    assert [one.use_torch_compile for one in engines] == [False, False]
+    config = material.load(config_name="mine", config_dir=place).config
+    assert config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
+    old = "actor_rollout_ref.actor.use_torch_compile"
+    (note,) = material.notes(f"{old}=true")
+    assert note.startswith(f"{old} has no effect: verl compiles the entropy with it")
 
 
 def test_a_file_of_ones_own_may_use_one_of_verls_names(folder, material):

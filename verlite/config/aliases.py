@@ -33,7 +33,6 @@ RENAMED: dict[str, str] = {
     f"{ACTOR}checkpoint.contents": f"{ACTOR}checkpoint.save_contents",
     f"{ACTOR}optim.clip_grad": f"{ACTOR}grad_clip",
     f"{ACTOR}optim.warmup_style": f"{ACTOR}optim.lr_scheduler_type",
-    f"{ACTOR}use_torch_compile": f"{ACTOR}fsdp_config.use_torch_compile",
     f"{ACTOR}use_remove_padding": f"{MODEL}use_remove_padding",
     **{
         f"{ACTOR}{name}": f"{ACTOR}policy_loss.{name}"
@@ -55,7 +54,6 @@ RENAMED: dict[str, str] = {
     "*.model.lora.target_modules": "*.model.target_modules",
     "*.model.lora.exclude_modules": "*.model.exclude_modules",
     f"{MODEL}lora.merge": f"{ROLLOUT}lora_sync",
-    f"{REF}use_torch_compile": f"{REF}fsdp_config.use_torch_compile",
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}ulysses_sequence_parallel_size",
@@ -219,6 +217,9 @@ OTHER_OPTIMIZERS = (
     "weight_decay_incr_style",
 )
 """Keys of the optimizers of verl's other training engines."""
+ENTROPY_ONLY = (
+    "verl compiles the entropy with it; fsdp_config.use_torch_compile compiles the model's layers"
+)
 _TIMINGS = "timings per phase are in metrics.jsonl"
 _CHECKPOINT = (
     "a checkpoint always contains everything that a resume needs; "
@@ -425,6 +426,7 @@ IGNORED: dict[str, str] = {
     "*.checkpoint.contents": _CHECKPOINT,
     "*.checkpoint.strict": _CHECKPOINT,
     "*.checkpoint.mbridge_config": "checkpoints are those of FSDP2",
+    **dict.fromkeys((f"{ACTOR}use_torch_compile", f"{REF}use_torch_compile"), ENTROPY_ONLY),
     f"{ACTOR}calculate_sum_pi_squared": "it is computed when the estimator reads it",
     f"{ACTOR}sum_pi_squared_checkpointing": _CHUNKED,
     f"{ACTOR}use_prefix_grouper": "each sample is computed with its own prompt",

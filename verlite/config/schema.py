@@ -337,8 +337,8 @@ class FSDPConfig:
     fsdp_size: int = key(-1, "Devices of one sharding group. -1: all.", bound=">= 1 or -1")
     use_torch_compile: bool = key(
         False,
-        "Compile each layer with torch.compile. The first passes take a minute longer. "
-        "On CPUs it does not gain speed.",
+        "Compile each layer with torch.compile; in verl, true compiles only the entropy. The first "
+        "passes take a minute longer. On CPUs it does not gain speed.",
     )
 
 

@@ -70,7 +70,6 @@ RENAMED = {
             "model_dtype",
             "dtype",
             "fsdp_size",
-            "use_torch_compile",
         )
     },
 }
@@ -104,6 +103,11 @@ IGNORED = {
     **_in_sections(aliases.IGNORED),
     "checkpoint.*": _CHECKPOINT,
     "trainer.checkpoint.*": _CHECKPOINT,
+    **{
+        f"{section}.use_torch_compile": aliases.ENTROPY_ONLY
+        for section in SECTIONS["fsdp_config"]
+        if section != "fsdp_config"
+    },
     "engine.seed": "trainer.seed is the seed of the data order",
     "data.micro_batch_size": "verl reads data.micro_batch_size_per_gpu instead",
     "data.multiturn.enable": "a file with a column data.messages_key has conversations",

@@ -263,11 +263,26 @@ def from_yaml(
         if not isinstance(content, dict):
             raise ConfigError([Problem(str(file), None, "must contain keys and values")])
         prefix = f"{package}." if package else ""
-        for key, value in content.items():
+        for key, value in _without_verls_compile(content).items():
             if key not in ("defaults", "hydra"):
                 by_user = file.parent != own
                 assignments.append(Assignment(prefix + str(key), value, path, by_user))
     return assignments
+
+
+def _without_verls_compile(content: Any) -> Any:
+    """Leave out `use_torch_compile: true` beside a `_target_` of verl: a copy of its files.
+
+    It is verl's default and compiles the entropy. verlite's key compiles the model's layers.
+    """
+    if not isinstance(content, dict):
+        return content
+    is_verls = str(content.get("_target_", "")).startswith("verl.")
+    return {
+        key: _without_verls_compile(value)
+        for key, value in content.items()
+        if not (is_verls and key == "use_torch_compile" and value is True)
+    }
 
 
 def _defaults_list(
