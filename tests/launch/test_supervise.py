@@ -130,7 +130,8 @@ def test_pauses_grow_with_failures_and_stops_cost_none():
 
 
 def test_an_attempt_is_read_from_the_run_directory(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    lines = ({"step": step, "time": 100.0 + step} for step in (1, 2))
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "global_step_2").mkdir()
     (tmp_path / "global_step_2" / "manifest.json").write_text("{}")
     error = {"time": 100.0, "type": "RayLost", "message": "the raylet has ended\nand more"}
@@ -149,6 +150,22 @@ def test_an_attempt_is_read_from_the_run_directory(tmp_path):
     (tmp_path / supervisor_file.ERROR_FILE).write_text("[1")
     assert read_attempt(-9, told, started=99.0).ending == "was ended by SIGKILL"
     assert shell_code(-9) == 137
+
+
+def test_steps_of_an_earlier_run_are_no_progress_of_an_attempt(tmp_path):
+    """The attempt ended before it renamed or truncated the file of the run before."""
+    lines = [{"step": 0}, *({"step": step, "time": 100.0 + step} for step in (1, 2, 50))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    told = supervisor_file.Told(str(tmp_path))
+    early = read_attempt(LOST, told, started=200.0, since=time.time() + 9)
+    assert early.step is None and not Budget(9, 3).has_progress(early)
+    assert read_attempt(LOST, told, started=101.5, since=time.time() + 9).step == 50
+    refused = refusals(Budget(max_restarts=9, same_step=3), early, early, early)
+    assert refused == [None, None, "3 attempts in a row failed before the first step"]
+    (tmp_path / "global_step_2").mkdir()
+    (tmp_path / "global_step_2" / "manifest.json").write_text("{}")
+    resumed = read_attempt(LOST, told, started=200.0, since=1.0)
+    assert (resumed.step, resumed.saved) == (2, 2), "it resumed from step 2 and finished no step"
 
 
 def test_folders_of_killed_supervisors_are_removed(tmp_path, monkeypatch):

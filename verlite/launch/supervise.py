@@ -22,7 +22,7 @@ from verlite.controller.placement import ResourcesMissing
 from verlite.files import one_line, read_json
 from verlite.trainer import checkpoints
 from verlite.trainer.errors import ServiceMissing
-from verlite.trainer.tracking import METRICS, read_lines
+from verlite.trainer.tracking import METRICS, TIME, read_lines
 
 SIGNALS = {
     signal.SIGTERM: signal.SIGTERM,
@@ -59,7 +59,8 @@ class Attempt:
         run_dir: whether its run directory is known.
         error: first line of its error.json; "" if it has written none.
         error_type: class of that error.
-        step: last step in metrics.jsonl; None without one.
+        step: last step that it has written to metrics.jsonl; without one, that of the checkpoint
+            from which it resumed, if the supervisor has seen it saved; otherwise None.
         saved: step of the newest checkpoint since the supervisor started; None without one.
         no_restart: see `supervisor_file.Told`.
     """
@@ -307,17 +308,20 @@ def read_attempt(
     if not told.run_dir:
         return Attempt(code, no_restart=told.no_restart)
     run_dir = Path(told.run_dir)
+    saved = checkpoints.last_saved(run_dir, since)
     try:
-        steps = [line["step"] for line in read_lines(run_dir / METRICS)]
+        lines = read_lines(run_dir / METRICS)
     except (OSError, ValueError):
-        steps = []
+        lines = []
+    # The attempt may have ended before it renamed or truncated the file of an earlier run.
+    steps = [line["step"] for line in lines if line.get(TIME, 0.0) >= started]
     error_type, error, reported = read_error(run_dir / supervisor_file.ERROR_FILE, started)
     return Attempt(
         reported if code == exit_codes.FAILED and reported is not None else code,
         told.run_dir,
         error,
-        max(steps, default=None),
-        checkpoints.last_saved(run_dir, since),
+        max(steps, default=saved),
+        saved,
         told.no_restart,
         error_type,
     )
