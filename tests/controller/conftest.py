@@ -41,7 +41,7 @@ def cluster(
     assert not changed
     assert has_handler(signal.SIGTERM), "ray.shutdown resets it to the default action"
     signal.signal(signal.SIGTERM, sigterm_before)
-    assert within(10, lambda: not processes_of(cluster.run_id))
+    assert within(60, lambda: not processes_of(cluster.run_id))
 
 
 def has_handler(number: int) -> bool:

@@ -65,14 +65,14 @@ def test_a_stopped_daemon_is_lost_and_one_that_goes_on_is_not(watch, sleeper):
     time.sleep(1.0)
     assert watched.lost is None
     os.kill(sleeper.pid, signal.SIGSTOP)
-    assert within(30, lambda: watched.lost is not None)
+    assert within(60, lambda: watched.lost is not None)
     assert "is stopped by a signal (SIGSTOP)" in str(watched.lost)
 
 
 def test_a_main_thread_that_hangs_is_reported_by_the_watch(watch, sleeper):
     watched, ignored = watch
     sleeper.kill()
-    assert within(30, lambda: ignored)
+    assert within(60, lambda: ignored)
     assert ignored == [watched.lost]
 
 
@@ -93,10 +93,10 @@ def test_a_watch_without_free_file_descriptors_goes_on(sleeper, monkeypatch):
     watched = DaemonWatch(lambda: refuse() if polls else [daemon], lambda error: None, others)
     with monkeypatch.context() as patched:
         patched.setattr(node, "Path", lambda path: SimpleNamespace(read_text=refuse))
-        assert within(10, lambda: polls.count("unknown") > 10)
+        assert within(60, lambda: polls.count("unknown") > 10)
         watched.check()
     sleeper.kill()
-    assert within(10, lambda: watched.lost is not None)
+    assert within(60, lambda: watched.lost is not None)
     watched.stop()
 
 
@@ -105,7 +105,7 @@ def test_calls_end_when_ray_is_lost(watch, sleeper):
     supervisor.daemon_watch, _ = watch
     assert not supervisor.ray_is_lost()
     sleeper.kill()
-    assert within(30, supervisor.ray_is_lost)
+    assert within(60, supervisor.ray_is_lost)
     with pytest.raises(RayLost):
         supervisor._raise_first([])
     assert isinstance(supervisor.failure, RayLost)
@@ -123,7 +123,7 @@ def test_a_lost_guardian_is_replaced(number):
         os.kill(first.pid, number)
         watched = node.process(first.pid)
         ends = ("dead", "gone", "stopped by a signal")
-        assert within(30, lambda: node.process_state(watched) in ends)
+        assert within(60, lambda: node.process_state(watched) in ends)
         for _ in range(daemon_watch.FROZEN_POLLS):
             cluster._check_guardian(mark, None, warnings.append)
         assert cluster._guardian is not first and cluster._guardian.poll() is None

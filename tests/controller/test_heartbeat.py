@@ -75,7 +75,7 @@ def test_the_receivers_clock_does_not_run_while_it_is_suspended(receiver, monkey
     real = time.monotonic
     before = receiver.clock
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: real() + jump)
-    assert within(10, lambda: receiver.clock > before)
+    assert within(60, lambda: receiver.clock > before)
     assert receiver.clock < before + 100.0
 
 
@@ -84,14 +84,14 @@ def test_a_sender_is_heard_without_any_call(receiver, here, monkeypatch):
     monkeypatch.setattr(heartbeat, "SAMPLE_S", 0.05)
     sender = Sender(receiver.target("actor", 0))
     name = sender.target.name
-    assert within(10, lambda: name in receiver.heard)
+    assert within(60, lambda: name in receiver.heard)
     progress.begin("update")
     here.part = "mini-batch 2 of 4"
     progress.tick("micro-batch 1 of 8")
-    assert within(10, lambda: receiver.heard[name].beat.at == here)
+    assert within(60, lambda: receiver.heard[name].beat.at == here)
     assert here.calls == 1 and here.ticks == 1
     number = receiver.heard[name].beat.number
-    assert within(10, lambda: receiver.heard[name].beat.number > number + 1)
+    assert within(60, lambda: receiver.heard[name].beat.number > number + 1)
     assert not receiver.heard[name].beat.in_collective
 
 

@@ -72,7 +72,7 @@ def test_no_process_is_left_after(end, start):
     elif number is not None:
         process.send_signal(number)
     process.wait(timeout=60)
-    assert within(15, lambda: not processes_of(run_id)), processes_of(run_id)
+    assert within(60, lambda: not processes_of(run_id)), processes_of(run_id)
     assert process.returncode == code
     assert process.stderr.read().rstrip().endswith(message)
     if end == "stop":

@@ -152,7 +152,7 @@ def test_workers_in_a_collective_in_native_code_and_stopped(cluster):
     sleeping = submit(light.sleep, 1000)
     os.kill(pids(light)[1], signal.SIGSTOP)
     try:
-        assert within(30, lambda: cluster.supervisor.poll(0.1) or len(waiting.pending) == 2)
+        assert within(60, lambda: cluster.supervisor.poll(0.1) or len(waiting.pending) == 2)
         time.sleep(1)
         with lock_run_dir(cluster.run_dir), answer_requests(cluster.run_dir):
             result = CliRunner().invoke(app, ["stacks", str(cluster.run_dir)])

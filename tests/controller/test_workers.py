@@ -263,7 +263,7 @@ def test_failed_rank_is_reported_and_all_ranks_are_stopped(light, how, kind, exc
     caught.match(message)
     caught.match("light_1.log")
     assert time.monotonic() - start < 10
-    assert within(10, lambda: not any(alive(pid) for pid in processes))
+    assert within(60, lambda: not any(alive(pid) for pid in processes))
     if how == "exception":
         assert isinstance(error.__cause__, ValueError)
         caught.match(r'raise ValueError\("bad batch"\)')
@@ -275,7 +275,7 @@ def test_failed_rank_is_reported_and_all_ranks_are_stopped(light, how, kind, exc
 def test_sigterm_between_two_calls_is_named(light):
     process = pids(light)[1]
     os.kill(process, signal.SIGTERM)
-    assert within(20, lambda: not alive(process))
+    assert within(60, lambda: not alive(process))
     why = r"light rank 1 failed in sleep \(killed by SIGTERM\): something outside the run"
     with pytest.raises(WorkerError, match=why) as caught:
         light.sleep(5.0)
@@ -295,7 +295,7 @@ def test_a_dead_rank_of_a_restartable_role_is_replaced_and_repeats_its_part(ligh
     assert alive(before[0])
     dead = supervisor.settle(died.value.workers)
     assert [worker.rank for worker in dead] == [1]
-    assert within(10, lambda: not alive(children[1])) and alive(children[0])
+    assert within(60, lambda: not alive(children[1])) and alive(children[0])
     workers.restart(dead)
     died.value.call.send_missing()
     after = pids(light)
@@ -304,10 +304,10 @@ def test_a_dead_rank_of_a_restartable_role_is_replaced_and_repeats_its_part(ligh
 
     os.kill(before[0], signal.SIGSTOP)
     call = workers.submit("die_once", "")
-    assert within(20, lambda: supervisor.poll(0.1) or 1 in call.values)
+    assert within(60, lambda: supervisor.poll(0.1) or 1 in call.values)
     both = list(workers.workers)
     assert supervisor.settle(both) == both
-    assert within(10, lambda: not alive(before[0]))
+    assert within(60, lambda: not alive(before[0]))
     workers.restart(both)
     call.send_missing()
     assert call.result() == [(pid, 1) for pid in pids(light)], "also what had been answered"
@@ -330,7 +330,7 @@ def test_dead_producer_is_named_where_its_columns_are_missing(fresh):
     os.kill(pids(producer)[0], signal.SIGKILL)
     dead = Supervisor(120)
     dead.workers = list(group(producer).workers)
-    assert within(20, dead._dead_workers), "Ray has not noticed the death"
+    assert within(60, dead._dead_workers), "Ray has not noticed the death"
     time.sleep(2)  # until then the object store may still have the values
     message = "producer rank 0 failed in no call .killed by SIGKILL"
     with pytest.raises(WorkerError, match=message) as caught:
@@ -372,7 +372,7 @@ def test_stopped_rank_is_named_and_killed(light):
     with pytest.raises(StuckError, match=message) as caught:
         group(light).submit("sleep", 0.0).result(timeout_s=2)
     assert (caught.value.finished, caught.value.unfinished) == ([0], [1])
-    assert within(10, lambda: not any(alive(pid) for pid in processes))
+    assert within(60, lambda: not any(alive(pid) for pid in processes))
 
 
 def test_ctrl_c_interrupts_a_wait_and_a_stuck_rank_shows_its_stack(light, fresh):

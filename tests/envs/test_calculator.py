@@ -21,11 +21,11 @@ def call(expression, name="calculator", **more):
 
 
 def quick(function, *arguments, limit_s=0.5):
-    began = time.monotonic()
+    began = time.process_time()
     try:
         return function(*arguments)
     finally:
-        assert time.monotonic() - began < limit_s
+        assert time.process_time() - began < limit_s
 
 
 @pytest.mark.parametrize(

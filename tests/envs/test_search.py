@@ -122,7 +122,7 @@ def test_no_results_and_failures_are_different():
 
 
 def test_unclosed_tags_are_parsed_in_linear_time():
-    began = time.monotonic()
+    began = time.process_time()
     assert not step("<search> <answer> " * 10_000).valid
     assert step("<search> " * 10_000 + "<answer>A</answer>").done
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - began < 0.5

@@ -294,7 +294,7 @@ def test_slow_trickle_is_ended_by_the_time_limit() -> None:
                 connection.recv(1000)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
                 try:
-                    for _ in range(50):
+                    for _ in range(400):
                         connection.sendall(b" ")
                         time.sleep(0.05)
                 except OSError:
@@ -306,7 +306,7 @@ def test_slow_trickle_is_ended_by_the_time_limit() -> None:
         began = time.monotonic()
         with pytest.raises(Retry, match=r"no answer to the request within 0\.4 s"):
             run(Client(service(url, timeout_s=0.4)), lambda client: client.attempt(url, {}, same))
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 15, "the answer would take 20 s"
         thread.join()
 
 

@@ -177,7 +177,7 @@ def test_as_much_text_as_is_allowed_arrives(scorer: Scorer) -> None:
 
 def test_secrets_of_the_environment_are_hidden_unless_named(scorer: Scorer) -> None:
     result, failed = score(scorer, "environment", "need a secret")
-    assert result.parts["seen"] == f"-,canary-2,{os.environ['HOME']}"
+    assert result.parts["seen"] == f"-,canary-2,{os.environ.get('HOME', '-')}"
     assert failed.error == "KeyError" and failed.traceback is not None
     assert "CANARY_API_KEY is hidden" in failed.traceback
     assert "custom_reward_function.secret_env_vars" in failed.traceback

@@ -179,13 +179,13 @@ def test_model_cannot_choose_the_question_that_it_is_graded_on(base: str) -> Non
 
 
 def test_long_white_space_and_many_marks_take_linear_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     spaces = "a" + " " * 200_000 + "x"
     assert response(spaces, "", CHATML) == spaces
     assert response("7" + "<|im_end|> " * 2_000, "", CHATML) == "7"
     unfinished = "<|im_start|>user\n" * 20_000
     assert question(unfinished, CHATML) == first_question(unfinished, CHATML) == unfinished
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_few_shot_prompt_is_not_part_of_the_answer() -> None:
@@ -277,7 +277,7 @@ def test_answers_of_a_client_that_left_are_not_scored() -> None:
                 json={"query": ["\\boxed{1}"] * 8 + [NEVER] * 8, "labels": ["1"] * 16},
                 timeout=1.0,
             )
-        end = time.monotonic() + 10
+        end = time.monotonic() + 25
         while CLIENT.get(f"{base}/health").json()["waiting"]:
             assert time.monotonic() < end
             time.sleep(0.05)

@@ -88,12 +88,12 @@ def command(tmp_path, tiny_qwen2, monkeypatch) -> list[str]:
 
 
 def test_stops_leave_the_numbers_unchanged(tmp_path, command, monkeypatch):
-    plain = Launch(tmp_path / "plain", command, tmp_path / "plain.log")
+    plain = Launch(tmp_path / "plain", command, tmp_path / "plain.log", forked=True)
     assert plain.wait() == 0, plain.text()
     monkeypatch.setenv("STOP", "1")
     # The limit of a call is shorter than the start of a worker takes, if it is not lifted.
     options = ["trainer.debug=true", "trainer.phase_timeout_s=0.001", "reward.timeout_s=0.001"]
-    run = Launch(tmp_path / "run", [*command, *options], tmp_path / "run.log")
+    run = Launch(tmp_path / "run", [*command, *options], tmp_path / "run.log", forked=True)
     clients: dict[str, Client] = {}
     stopped = []
     # Once in each rollout worker: its reward function, and its environment if a sample has a second

@@ -70,7 +70,7 @@ def test_a_frozen_worker_is_named_and_ends_the_run(tmp_path, tiny_qwen2, monkeyp
         "trainer.heartbeat_timeout_s=5",
         "actor_rollout_ref.rollout.max_restarts=0",
     ]
-    run = Launch(tmp_path / "run", command, tmp_path / "run.log")
+    run = Launch(tmp_path / "run", command, tmp_path / "run.log", forked=True)
     log = run.run_dir / "logs" / f"{role}_0.log"
     frozen_at = None
     while run.process.poll() is None:

@@ -48,7 +48,8 @@ def rewards_of(body):
 
 
 def launch(tmp_path, name, base, *overrides, before=""):
-    return Launch(tmp_path / name, [*base, *overrides], tmp_path / f"{name}.log", before)
+    log = tmp_path / f"{name}.log"
+    return Launch(tmp_path / name, [*base, *overrides], log, before, forked=True)
 
 
 def samples(run, step):
