@@ -186,7 +186,7 @@ print(repr(connection.recv(1 << 16)))
     )
     assert impostor.stdout.readline() == "ready\n"
     assert not worker_fork._ask_for_fork([f"--raylet-name={folder}/raylet"])
-    assert impostor.communicate(timeout=10)[0] == "b''\n"
+    assert impostor.communicate(timeout=60)[0] == "b''\n"
     assert "belongs to another user; nothing was sent" in capfd.readouterr().err
     shutil.rmtree(folder)
 
@@ -211,5 +211,5 @@ peer.shutdown(socket.SHUT_WR)
         connection, _ = listener.accept()
         with connection:
             assert worker_fork._answer(connection) is None
-        requester.communicate(timeout=10)
+        requester.communicate(timeout=60)
     assert not forks

@@ -209,7 +209,7 @@ def test_proxy_settings_do_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_many_requests_run_at_once() -> None:
     """More than httpx's usual 100 connections."""
-    together = threading.Barrier(120, timeout=20)
+    together = threading.Barrier(120, timeout=60)
 
     def answers(*request: Any) -> tuple[int, Any]:
         together.wait()

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.controller.conftest import alive, within
@@ -84,8 +85,8 @@ def test_start_says_where_the_head_is_and_keeps_the_token_private(head, environm
     token = (shared / "ray_token").read_text()
     assert (shared / "ray_token").stat().st_mode & 0o777 == 0o600
     assert token not in "\n".join(lines)
-    commands = subprocess.run(["ps", "-eo", "args"], text=True, stdout=subprocess.PIPE).stdout
-    assert token not in commands
+    commands = psutil.process_iter(["cmdline"])
+    assert not any(token in " ".join(each.info["cmdline"] or ()) for each in commands)
 
 
 def test_check_finds_the_cluster_without_any_variable(head, environment):

@@ -401,7 +401,7 @@ class FakeSlurm:
             time.sleep(0.05)
 
     def output(self) -> str:
-        return self.process.communicate(timeout=30)[0]
+        return self.process.communicate(timeout=60)[0]
 
     def read(self, name: str) -> str:
         path = self.folder / name

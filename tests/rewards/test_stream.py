@@ -19,7 +19,7 @@ class Scorer:
         self.may = threading.Semaphore(0)
 
     def score(self, items, limit_s):
-        self.may.acquire(timeout=10)
+        self.may.acquire(timeout=60)
         self.batches.append([item.solution_str for item in items])
         self.limits.append(limit_s)
         if "broken" in self.batches[-1]:

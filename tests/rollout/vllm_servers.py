@@ -101,5 +101,5 @@ class VLLMProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for child in psutil.wait_procs(children, timeout=10)[1]:
+        for child in psutil.wait_procs(children, timeout=60)[1]:
             child.kill()

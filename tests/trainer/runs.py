@@ -136,7 +136,7 @@ class Launch:
         """Return all live processes of this launch."""
         return processes_of(self.run_dir)
 
-    def assert_nothing_left(self, seconds: float = 15) -> None:
+    def assert_nothing_left(self, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.2)

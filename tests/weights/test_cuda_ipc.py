@@ -170,7 +170,7 @@ with socket.socket(socket.AF_UNIX) as peer:
     assert_equal(list(BucketStream((publisher.address,), timeout_s=10)))
     publishing.join(10)
     assert publishing.error is None
-    assert curious.communicate(timeout=10)[0] == "b''\n"
+    assert curious.communicate(timeout=60)[0] == "b''\n"
 
 
 def test_weights_of_another_user_are_refused():
@@ -187,4 +187,4 @@ listener.accept()[0].recv(1)
     assert impostor.stdout.readline() == "ready\n"
     with pytest.raises(TransportError, match="belongs to another user"):
         list(BucketStream((f"\0{address}",), timeout_s=10))
-    impostor.communicate(timeout=10)
+    impostor.communicate(timeout=60)
