@@ -82,6 +82,7 @@ def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
             *METHODS[method],
         ],
         folder / f"{method}.log",
+        forked=True,
     )
     assert run.wait() == 0, run.text()
     return [{key: line[key] for key in KEPT if key in line} for line in run.metrics()]
