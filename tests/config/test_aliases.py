@@ -3,7 +3,8 @@
 import pytest
 
 from tests.config.conftest import texts, write_prompts
-from verlite.config import ConfigError, aliases, keys, translation
+from verlite.config import ConfigError, keys, translation
+from verlite.config.command import PPO
 from verlite.config.rules import conditions
 from verlite.config.show import notes_text
 
@@ -251,15 +252,19 @@ def test_notes_of_one_kind_are_one_line(material):
 
 
 def test_every_new_name_exists():
-    for new in [*aliases.RENAMED.values(), *aliases.PER_DEVICE.values(), *aliases.NULL_MEANS]:
+    for new in [
+        *PPO.tables.renamed.values(),
+        *PPO.tables.per_device.values(),
+        *PPO.tables.null_means,
+    ]:
         assert (
             keys.find(new.replace(".*", ".param_offload"))
             or keys.find(new.replace("*", "actor_rollout_ref.actor"))
             or keys.find(new.replace("*", "actor_rollout_ref"))
             or keys.find(new.removesuffix(".*"))
-            or translation.lookup(aliases.IGNORED, new)
+            or translation.lookup(PPO.tables.ignored, new)
         )
-    for old in [*aliases.RENAMED, *aliases.PER_DEVICE]:
+    for old in [*PPO.tables.renamed, *PPO.tables.per_device]:
         assert "*" in old or keys.find(old) is None, (
             f"{old} is in the schema, so it is not an old name"
         )
@@ -271,9 +276,9 @@ def test_reasons_name_keys_that_exist():
 
     endings = [key for key in keys.keys()]
     reasons = [
-        *aliases.IGNORED.values(),
-        *(why for _, why, *_ in aliases.FIXED.values()),
-        *aliases.REFUSED.values(),
+        *PPO.tables.ignored.values(),
+        *(fixed.why for fixed in PPO.tables.fixed.values()),
+        *PPO.tables.refused.values(),
         *(c.note for key in keys.keys().values() for c in key.conditions),
         *(conditions.words(c.text) for key in keys.keys().values() for c in key.conditions),
     ]

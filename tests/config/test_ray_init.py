@@ -7,7 +7,8 @@ import sys
 import pytest
 import yaml
 
-from verlite.config import ConfigError, aliases, keys, translation
+from verlite.config import ConfigError, keys, translation
+from verlite.config.command import PPO
 from verlite.config.load import dump
 
 RAY_INIT = "ray_kwargs.ray_init."
@@ -16,7 +17,7 @@ ENV = f"{RAY_INIT}runtime_env.env_vars."
 
 def meanings(name: str) -> list[str]:
     """Return the tables that know a key."""
-    tables = (aliases.FIXED, aliases.REFUSED, aliases.IGNORED)
+    tables = (PPO.tables.fixed, PPO.tables.refused, PPO.tables.ignored)
     known = ["schema"] if keys.find(name) else []
     return known + ["alias"] * any(translation.lookup(table, name) for table in tables)
 

@@ -11,7 +11,6 @@ from verlite.cli import app
 from verlite.config import ConfigError, keys, translation, verl
 from verlite.config.command import PPO
 from verlite.config.sft import SFT, compose
-from verlite.config.sft_aliases import STYLES as STYLES_OF_VERL
 from verlite.config.sources import from_our_yaml
 from verlite.main_sft import main
 
@@ -219,7 +218,7 @@ def test_the_note_on_verls_defaults_lists_those_that_differ(material):
 
 def test_defaults_of_styles_are_verls_published_ones():
     published = verl.defaults(verl.SFT_TABLE)
-    old, new = STYLES_OF_VERL
+    old, new = SFT.tables.styles.values()
     for style, place in ((old, 0), (new, -1)):
         for key, value in style.defaults.items():
             known = published[key][place]
@@ -272,13 +271,13 @@ def outcomes():
         for table in (SFT.tables.fixed, SFT.tables.refused, SFT.tables.ignored):
             found = translation.lookup(table, name)
             if found:
-                yield found[1] if table is SFT.tables.fixed else found
+                yield found.why if table is SFT.tables.fixed else found
 
 
 def test_reasons_name_keys_that_exist():
     tables = SFT.tables
     reasons = {*tables.ignored.values(), *tables.refused.values()}
-    reasons |= {why for _, why in tables.fixed.values()}
+    reasons |= {fixed.why for fixed in tables.fixed.values()}
     reached = {why for why in reasons if any(why == found for found in outcomes())}
     assert len(reached) > 25
     for reason in reached:

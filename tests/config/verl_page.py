@@ -19,8 +19,8 @@ HEAD = """\
 # Every key of verl, and what verlite does with it
 
 `python -m tests.config.verl_page` writes this page from the schema, the tables of other names
-([`aliases.py`](../verlite/config/aliases.py),
-[`sft_aliases.py`](../verlite/config/sft_aliases.py)) and verl's published defaults
+([`aliases.toml`](../verlite/config/aliases.toml),
+[`sft_aliases.toml`](../verlite/config/sft_aliases.toml)) and verl's published defaults
 ([`verl_defaults.json`](../verlite/config/verl_defaults.json): version 0.5 to August 2026, without
 the engines that are not FSDP).
 
@@ -92,7 +92,7 @@ def outcome(name: str, command: Command) -> Outcome:
         size = translation.lookup(tables.per_device, name)
         return Outcome("renamed", f"`{size}`: the value divided by the devices")
     if meaning == "fixed":
-        values, why, *_ = translation.lookup(tables.fixed, name)
+        values, why, _ = translation.lookup(tables.fixed, name)
         shown = ", ".join(f"`{display(name, value)}`" for value in values)
         pair = tables.targets(name, True)
         more = f"; `true` sets {' and '.join(f'`{one}`' for one in pair)}" if pair else ""

@@ -1,7 +1,6 @@
 """Fixtures for converters: files that a converted command may name."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from tests.models import tiny_tokenizer
 from verlite.cli.check import check
 from verlite.config.command import PPO
 from verlite.convert.engine import Conversion
-from verlite.convert.rows import Row
+from verlite.convert.rows import Table
 from verlite.convert.text import program
-from verlite.convert.versions import Versions
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 BOMB = "\n".join(
@@ -24,14 +22,14 @@ BOMB = "\n".join(
 """YAML with aliases of aliases: 10**30 values."""
 
 
-def check_changes(versions: Versions, table: Sequence[Row]) -> None:
+def check_changes(table: Table) -> None:
     """Each changed default is the one that the next newer change, or the table, begins with."""
-    defaults = {row.name: row.default for row in table}
-    for change in versions.changes:
+    defaults = {row.name: row.default for row in table.rows}
+    for change in table.changes:
         assert defaults[change.name] == change.new, change
         defaults[change.name] = change.old
-    assert list(versions.changes) == sorted(
-        versions.changes, key=lambda change: Version(change.version), reverse=True
+    assert list(table.changes) == sorted(
+        table.changes, key=lambda change: Version(change.version), reverse=True
     )
 
 

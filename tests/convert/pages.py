@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from verlite.convert.openrlhf_flags import DPO_FLAGS, FLAGS, SFT_FLAGS, TUNING_FLAGS
-from verlite.convert.rlinf_keys import KEYS
+from verlite.convert import openrlhf, trl
+from verlite.convert.rlinf import KEYS
 from verlite.convert.rows import NOT_SET, Row
-from verlite.convert.trl_fields import COMMON, DPO, GRPO, ONLINE, PPO, RLOO, SFT, TUNING
 from verlite.convert.values import number
 
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
@@ -31,26 +30,26 @@ TITLES = {
 
 def tables() -> dict[str, str]:
     """Return the generated text of each page."""
-    trl = {
-        "GRPO": GRPO,
-        "GRPO and RLOO": ONLINE,
-        "RLOO": RLOO,
-        "PPO": PPO,
-        "SFT": SFT,
-        "DPO": DPO,
-        "SFT and DPO": TUNING,
-        "All, with transformers' TrainingArguments": COMMON,
+    fields = {
+        "GRPO": "grpo",
+        "GRPO and RLOO": "online",
+        "RLOO": "rloo",
+        "PPO": "ppo",
+        "SFT": "sft",
+        "DPO": "dpo",
+        "SFT and DPO": "tuning",
+        "All, with transformers' TrainingArguments": "common",
     }
-    openrlhf = {
-        "train_ppo_ray": FLAGS,
-        "train_sft": SFT_FLAGS,
-        "train_dpo": DPO_FLAGS,
-        "train_sft and train_dpo": TUNING_FLAGS,
+    flags = {
+        "train_ppo_ray": "train_ppo_ray",
+        "train_sft": "train_sft",
+        "train_dpo": "train_dpo",
+        "train_sft and train_dpo": "tuning",
     }
     return {
-        "openrlhf": _titled(openrlhf, "--"),
+        "openrlhf": _titled({name: openrlhf.DIALECT.sections[flags[name]] for name in flags}, "--"),
         "rlinf": key_map(KEYS),
-        "trl": _titled(trl),
+        "trl": _titled({name: trl.DIALECT.sections[fields[name]] for name in fields}),
     }
 
 

@@ -13,7 +13,7 @@ from verlite.config.problems import ConfigError
 from verlite.config.sft import SFT
 from verlite.convert import openrlhf, text
 from verlite.convert.data import VERBATIM
-from verlite.convert.openrlhf_flags import FLAGS, TABLES, TUNING_VERSIONS, VERSIONS
+from verlite.convert.openrlhf import FLAGS, TABLES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 NAMES = [
@@ -67,7 +67,7 @@ def guide_000() -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_flag_is_known_in_every_spelling(name):
-    known = openrlhf.spellings()
+    known = openrlhf.spellings(FLAGS)
     for spelling in (name, name.replace("_", "-"), name.replace(".", "_"), name.replace(".", "-")):
         assert openrlhf._plain(spelling) in known, spelling
 
@@ -154,7 +154,7 @@ def test_defaults_of_a_version(version, clip, lam, micro):
 
 
 def test_changed_defaults_lead_to_those_of_the_table():
-    check_changes(VERSIONS, FLAGS)
+    check_changes(TABLES["train_ppo_ray"])
 
 
 def test_engines_of_asynchronous_training_need_not_have_the_devices_of_the_actor():
@@ -530,7 +530,7 @@ PAIR = DPO_LINE.replace("--apply_chat_template", "--prompt_key question")
 
 @pytest.mark.parametrize("program", ["sft", "dpo"])
 def test_every_flag_of_tuning_is_known(program):
-    known = openrlhf.spellings(TABLES[f"train_{program}"])
+    known = openrlhf.spellings(TABLES[f"train_{program}"].rows)
     lines = (SAMPLES / "convert/openrlhf_tuning_flags.txt").read_text().splitlines()[1:]
     names = [name for name, *programs in map(str.split, lines) if program in programs]
     assert len(names) > 100
@@ -539,7 +539,7 @@ def test_every_flag_of_tuning_is_known(program):
 
 @pytest.mark.parametrize(("program", "command"), [("train_sft", SFT), ("train_dpo", DPO)])
 def test_every_target_of_tuning_is_a_key_and_no_spelling_has_two_meanings(program, command):
-    table = TABLES[program]
+    table = TABLES[program].rows
     assert [key for row in table for key in row.to.split() if key not in command.keys] == []
     names = [openrlhf._plain(name) for row in table for name in {row.name, *row.also}]
     distinct = {(openrlhf._plain(n), row.name) for row in table for n in (row.name, *row.also)}
@@ -547,7 +547,7 @@ def test_every_target_of_tuning_is_a_key_and_no_spelling_has_two_meanings(progra
 
 
 def test_changed_defaults_of_tuning_lead_to_those_of_the_table():
-    check_changes(TUNING_VERSIONS, TABLES["train_sft"])
+    check_changes(TABLES["train_sft"])
 
 
 def test_sft(files):

@@ -8,7 +8,7 @@ from tests.convert.conftest import BOMB, SAMPLES
 from verlite.config import keys
 from verlite.config.problems import ConfigError
 from verlite.convert import rlinf
-from verlite.convert.rlinf_keys import KEYS
+from verlite.convert.rlinf import KEYS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 NAMES = [

@@ -11,7 +11,7 @@ from verlite.config import keys
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError
 from verlite.convert import text, trl
-from verlite.convert.trl_fields import TABLES, VERSIONS
+from verlite.convert.trl import TABLES
 from verlite.convert.tuning import COMMANDS, own_key
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -60,17 +60,17 @@ def training_arguments() -> list[str]:
 @pytest.mark.parametrize("trainer", TABLES)
 def test_every_field_is_known(trainer):
     names = [*FIELDS.get(trainer, []), *training_arguments()]
-    assert [name for name in names if trl.find(TABLES[trainer], name) is None] == []
+    assert [name for name in names if trl.find(TABLES[trainer].rows, name) is None] == []
 
 
 def test_every_target_is_a_key():
     for trainer, table in TABLES.items():
         command = COMMANDS.get(trainer, PPO)
-        for row in table:
+        for row in table.rows:
             for key in row.to.split():
                 own = own_key(key) if trainer in COMMANDS else key
                 assert not own or own in command.keys, (row.name, key)
-        named = [name for row in table for name in (row.name, *row.also)]
+        named = [name for row in table.rows for name in (row.name, *row.also)]
         assert len(named) == len(set(named))
 
 
@@ -645,9 +645,9 @@ def test_a_patch_of_the_newest_version_is_known(tmp_path):
     assert trl.convert(tmp_path / "t.yaml", version="1.16.3").problems == []
 
 
-@pytest.mark.parametrize("trainer", VERSIONS)
+@pytest.mark.parametrize("trainer", TABLES)
 def test_changed_defaults_lead_to_those_of_the_table(trainer):
-    check_changes(VERSIONS[trainer], TABLES[trainer])
+    check_changes(TABLES[trainer])
 
 
 def test_more_processes_than_a_node_has(script):

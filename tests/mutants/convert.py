@@ -41,8 +41,8 @@ MUTANTS = [
     ),
     Mutant(
         "the defaults of another version are ignored",
-        CONVERT + "versions:Versions.table",
-        calls(lambda original, self, rows, version: original(self, rows, None)),
+        CONVERT + "rows:Table.at",
+        calls(lambda original, self, version: original(self, None)),
         (*OPENRLHF, *TRL),
     ),
     Mutant(

@@ -96,10 +96,9 @@ def trl(
     `verlite convert trl -- trl grpo --model_name_or_path MODEL ...`.
     """
     from verlite.convert import trl as source
-    from verlite.convert.trl_fields import TABLES
 
-    if trainer is not None and trainer not in TABLES:
-        fail(f"--trainer={trainer} is not one of {', '.join(TABLES)}.")
+    if trainer is not None and trainer not in source.TABLES:
+        fail(f"--trainer={trainer} is not one of {', '.join(source.TABLES)}.")
     has_file = words[0].endswith((".py", ".yaml", ".yml")) and not words[0].startswith("-")
     file = Path(words[0]) if has_file else None
     rest = words[1:] if has_file else words

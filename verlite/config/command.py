@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verlite.config import aliases, verl
+from verlite.config import translation, verl
 from verlite.config.keys import Key, find, table
 from verlite.config.problems import Problem
 from verlite.config.schema import Config
@@ -98,7 +98,7 @@ def _ppo_effects(
 PPO = Command(
     schema=Config,
     config_name="ppo_trainer",
-    tables=aliases.TABLES,
+    tables=translation.read_ppo(),
     verl_defaults=verl.defaults,
     verl_files=verl.TRAINERS,
     rules=_ppo_rules,

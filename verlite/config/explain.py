@@ -127,9 +127,9 @@ def _old_name(name: str, command: Command) -> str | None:
         return f"{text}\n\n{_leaf(new, command)}"
     meaning = tables.meaning(name)
     if meaning == "fixed":
-        values, why, *_ = lookup(tables.fixed, name)
-        accepted = " or ".join(map(_written, values))
-        return f"{name}: only {accepted} is accepted, without effect: {why}"
+        fixed = lookup(tables.fixed, name)
+        accepted = " or ".join(map(_written, fixed.accepts))
+        return f"{name}: only {accepted} is accepted, without effect: {fixed.why}"
     if meaning == "refused":
         return f"{name}: refused. {lookup(tables.refused, name)}"
     if meaning == "ignored":

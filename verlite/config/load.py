@@ -409,13 +409,13 @@ class _Builder:
 
     def _assign_fixed(self, assignment: Assignment, key: str) -> None:
         """Accept one of the legal values of a key that has no choice here."""
-        accepted, reason, *remedy = translation.lookup(self.tables.fixed, key)
-        if any(_same(assignment.value, legal) for legal in accepted):
-            self.ignored[assignment.key] = reason
+        fixed = translation.lookup(self.tables.fixed, key)
+        if any(_same(assignment.value, legal) for legal in fixed.accepts):
+            self.ignored[assignment.key] = fixed.why
             return
-        legal = " or ".join(display(key, value) for value in accepted)
-        rule = f"only {legal} is accepted here: {reason}"
-        self._problem(assignment, rule, *(remedy or [f"Remove the key, or use {legal}."]))
+        legal = " or ".join(display(key, value) for value in fixed.accepts)
+        rule = f"only {legal} is accepted here: {fixed.why}"
+        self._problem(assignment, rule, fixed.remedy or f"Remove the key, or use {legal}.")
 
     def _wins(self, assignment: Assignment, key: str) -> bool:
         """Return whether to use this value for `key`.
@@ -681,12 +681,13 @@ class _Builder:
     def _take_defaults(self) -> None:
         """Give the keys that the user did not set the defaults of the command whose names they
         used."""
-        style, name = self.tables.style(self.foreign)
-        if style is None:
+        project, name = self.tables.style(self.foreign)
+        if not project:
             return
-        taken = {key: value for key, value in style.defaults.items() if key not in self.chosen}
+        defaults = self.tables.styles[project].defaults
+        taken = {key: value for key, value in defaults.items() if key not in self.chosen}
         for key, value in taken.items():
-            self._set(Assignment(key, value, style.project, False), key)
+            self._set(Assignment(key, value, project, False), key)
         differing = [
             f"{key}={display(key, value)}"
             for key, value in taken.items()
@@ -694,7 +695,7 @@ class _Builder:
         ]
         if differing:
             self.remarks.append(
-                f"{name} is a name of {style.project}, so its defaults apply: "
+                f"{name} is a name of {project}, so its defaults apply: "
                 f"{', '.join(differing)}. Give a key to choose otherwise"
             )
 

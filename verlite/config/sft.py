@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Optional, Union, cast
 from omegaconf import MISSING
 
 from verlite import hub, machine
-from verlite.config import load, sft_aliases, verl
-from verlite.config.command import Command
+from verlite.config import load, translation, verl
+from verlite.config.command import PPO, Command
 from verlite.config.facts import key, section
 from verlite.config.keys import Key
 from verlite.config.load import LoadedConfig
@@ -289,7 +289,7 @@ PATHS = (
 SFT: Command = Command(
     schema=SFTConfig,
     config_name="sft",
-    tables=sft_aliases.TABLES,
+    tables=translation.read_sft(PPO.tables),
     verl_defaults=partial(verl.defaults, verl.SFT_TABLE),
     verl_files=verl.SFT_TRAINERS,
     rules=lambda config, user_keys: check(config, SFT.keys),

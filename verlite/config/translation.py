@@ -1,4 +1,4 @@
-"""How the tables of other names are searched.
+"""Key names of other projects, and what happens to them: `aliases.toml` and `sft_aliases.toml`.
 
 A `*` in a name matches any text. A name in full goes before a pattern, and a long pattern before a
 short one.
@@ -8,27 +8,47 @@ import functools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-Fixed = tuple[tuple[Any, ...], str] | tuple[tuple[Any, ...], str, str]
-"""Accepted values of a key without a choice, the reason, and the remedy for other values."""
+from verlite.config import toml_tables
+from verlite.importing import VERL_VARIABLE
 
 
-@dataclass(frozen=True)
-class Style:
+class Fixed(NamedTuple):
+    """A key without a choice: its accepted values, the reason, and the remedy for other values."""
+
+    accepts: list[Any]
+    why: str
+    remedy: str = ""
+
+
+class Sets(NamedTuple):
+    """What an old key with this value gives a value: {key: value}."""
+
+    value: Any
+    gives: dict[str, Any]
+
+
+class TurnsOn(NamedTuple):
+    """Another key, and the value that it gets."""
+
+    key: str
+    value: Any
+
+
+class Style(NamedTuple):
     """A command of another project, whose defaults hold where its key names are used."""
 
-    project: str
-    """The command, in words."""
-    names: Collection[str]
+    names: list[str]
     """Names and patterns that only it has."""
-    defaults: Mapping[str, Any]
+    defaults: dict[str, Any]
     """{current name: its default there}."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Key names of other projects, and what happens to them. `aliases` describes each table."""
+    """Key names of other projects. `aliases.toml` describes each table."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     per_device: Mapping[str, str] = field(default_factory=dict)
@@ -37,11 +57,12 @@ class Tables:
     ignored: Mapping[str, str] = field(default_factory=dict)
     null_means: Mapping[str, Any] = field(default_factory=dict)
     spellings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    sets: Mapping[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
-    turns_on: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    sets: Mapping[str, Sets] = field(default_factory=dict)
+    turns_on: Mapping[str, TurnsOn] = field(default_factory=dict)
     typed: Collection[str] = ()
     implied: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    styles: Sequence[Style] = ()
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    """In words -> the command."""
 
     def new_name(self, name: str) -> str | None:
         """Return the new name of a renamed key, or None."""
@@ -65,12 +86,13 @@ class Tables:
                 }
         return {}
 
-    def style(self, names: Sequence[str]) -> tuple[Style | None, str]:
-        """Return the first style that has one of these names, with that name."""
-        found = (
-            (style, name) for style in self.styles for name in names if matching(style.names, name)
-        )
-        return next(found, (None, ""))
+    def style(self, names: Sequence[str]) -> tuple[str, str]:
+        """Return the first style that has one of these names, with that name; ("", "") if none."""
+        for project, style in self.styles.items():
+            for name in names:
+                if matching(style.names, name):
+                    return project, name
+        return "", ""
 
     def spelled(self, key: str, value: Any) -> Any:
         """Return the value in verlite's spelling."""
@@ -99,6 +121,57 @@ class Tables:
         for table in (self.renamed, self.sets, self.per_device, self.fixed, self.refused):
             yield from table
         yield from self.ignored
+
+
+SHAPES = {
+    "renamed": str,
+    "per_device": str,
+    "fixed": Fixed,
+    "refused": str,
+    "ignored": str,
+    "null_means": Any,
+    "spellings": dict[str, Any],
+    "sets": Sets,
+    "turns_on": TurnsOn,
+    "typed": bool,
+    "implied": dict[str, str],
+    "styles": Style,
+}
+"""Section of a file -> what its rows are."""
+
+
+def read_ppo() -> Tables:
+    """Return the tables of main_ppo."""
+    return Tables(**_sections("aliases.toml", SHAPES))
+
+
+def read_sft(ppo: Tables) -> Tables:
+    """Return the tables of main_sft: its own, and those of main_ppo for any role."""
+    own = _sections("sft_aliases.toml", {"sections": list[str], **SHAPES})
+    sections: dict[str, list[str]] = own.pop("sections")
+    for name in ("fixed", "refused", "ignored"):
+        own[name] = _in_sections(getattr(ppo, name), sections) | own[name]
+    own["spellings"] = {**ppo.spellings, **own["spellings"]}
+    own["implied"] = dict(ppo.implied)
+    return Tables(**own)
+
+
+def _sections(name: str, shapes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    file = Path(__file__).with_name(name)
+    return toml_tables.read(file, shapes, verl_variable=VERL_VARIABLE)
+
+
+def _in_sections(table: Mapping[str, Any], sections: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return a table's rows for any role, "*.section.key" and "*.key", under their names in SFT."""
+    found: dict[str, Any] = {}
+    for pattern, entry in table.items():
+        if not pattern.startswith("*."):
+            continue
+        section, _, rest = pattern.removeprefix("*.").partition(".")
+        places = sections.get(section)
+        names = [pattern] if places is None else [f"{place}.{rest}" for place in places]
+        found |= dict.fromkeys(names, entry)
+    return found
 
 
 def lookup(table: Mapping[str, Any], name: str) -> Any:

@@ -11,14 +11,14 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
-from verlite.convert.openrlhf_flags import FLAGS, TABLES, TUNING_VERSIONS, VERSIONS
-from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row
+from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row, read
 from verlite.convert.tuning import (
     COMMANDS,
     Processes,
@@ -30,6 +30,22 @@ from verlite.convert.tuning import (
 )
 from verlite.spec import catalog
 
+
+def _tuned(row: Row) -> Row:
+    """Return a shared row of train_ppo_ray as train_sft and train_dpo have it."""
+    also = [re.sub(r"^actor\.(?=adam|max_norm|lr_|min_lr)", "", name) for name in row.also]
+    keys = " ".join(filter(None, map(own_key, row.to.split())))
+    return replace(row, to=keys, also=tuple(re.sub(r"^actor\.", "model.", name) for name in also))
+
+
+DIALECT = read(Path(__file__).with_suffix(".toml"))
+FLAGS = DIALECT.sections["train_ppo_ray"]
+DIALECT.sections["tuning"] = (
+    *(_tuned(row) for row in FLAGS if row.shared),
+    *DIALECT.sections["tuning"],
+)
+TABLES = DIALECT.tables("OpenRLHF")
+"""Program -> its flags."""
 PROGRAM = re.compile(r"(?:\S*openrlhf[./]cli[./])?(train_\w+?)(?:\.py)?")
 CORRECTION = "algorithm.rollout_correction."
 
@@ -67,8 +83,7 @@ def convert(arguments: Sequence[str], version: str | None = None) -> Conversion:
     given, typed = parse(flags, program)
     command = COMMANDS.get(program.removeprefix("train_"), PPO)
     is_ppo = command is PPO
-    versions = VERSIONS if is_ppo else TUNING_VERSIONS
-    table = versions.table(TABLES[program], version)
+    table = TABLES[program].at(version)
     done = apply(
         "OpenRLHF",
         table,
@@ -78,7 +93,7 @@ def convert(arguments: Sequence[str], version: str | None = None) -> Conversion:
         command=command,
         own_key=str if is_ppo else own_key,
     )
-    done = replace(done, defaults=versions.describe(table, given, version))
+    done = replace(done, defaults=TABLES[program].describe(given, version))
     if is_ppo:
         return done
     found = processes(before)
@@ -98,7 +113,7 @@ def parse(
         ConfigError: see `convert`.
     """
     words = [word for word in arguments if word == "" or word.strip().strip("\\")]
-    known = spellings(TABLES[program])
+    known = spellings(TABLES[program].rows)
     given: dict[str, Any] = {}
     typed: dict[str, str] = {}
     problems: list[Problem] = []
@@ -119,7 +134,7 @@ def parse(
     return given, typed
 
 
-def spellings(table: Sequence[Row] = FLAGS) -> dict[str, Row]:
+def spellings(table: Sequence[Row]) -> dict[str, Row]:
     """Return every spelling of every flag, with underscores for hyphens and dots."""
     return {_plain(name): row for row in table for name in (row.name, *row.also)}
 

@@ -15,10 +15,27 @@ from omegaconf.errors import OmegaConfBaseException
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
-from verlite.convert.rlinf_keys import KEYS, PRECISIONS
-from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row
+from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row, read
 from verlite.files import check_yaml, one_line
 
+FILE = Path(__file__).with_suffix(".toml")
+_ACTOR = read(FILE, role="actor", section=ACTOR, fsdp=f"{ACTOR}fsdp_config.").sections
+_CRITIC = read(
+    FILE,
+    role="critic",
+    section="critic.",
+    fsdp="critic.model.fsdp_config.",
+    model="critic.model.",
+).sections
+KEYS = (
+    *_ACTOR["keys"],
+    *_ACTOR["model"],
+    *_ACTOR["critic"],
+    *_CRITIC["model"],
+    *_ACTOR["reward"],
+)
+"""Every key of RLinf's math YAMLs."""
+PRECISIONS = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
 CORRECTION = "algorithm.rollout_correction."
 MAPPINGS = ("cluster.component_placement",)
 """Keys whose value is a mapping."""

@@ -1,9 +1,17 @@
-"""The rows of the tables: what becomes of a setting of another framework."""
+"""The tables of other frameworks' settings: what becomes of each, and its default in a version.
+
+Each framework has a file, such as `trl.toml`.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from verlite.config import toml_tables
+from verlite.config.problems import ConfigError, Problem
 
 MODEL = "actor_rollout_ref.model."
 ACTOR = "actor_rollout_ref.actor."
@@ -14,6 +22,8 @@ Act = Literal["same", "derived", "needless", "dropped", "refused"]
 
 NOT_SET: Any = object()
 """The default of a setting that has no effect unless it is given."""
+
+OPTION = "--source-version"
 
 NO_DUAL_CLIP = 1e6
 """A value of actor.clip_ratio_c that no ratio reaches, for frameworks without dual clip."""
@@ -38,6 +48,7 @@ class Row:
         mapping or any.
     least: smallest number, if there is one.
     null: null is a value of this number.
+    shared: programs of supervised fine-tuning have the setting, too.
     """
 
     name: str
@@ -50,6 +61,7 @@ class Row:
     kind: str = "text"
     least: float | None = None
     null: bool = False
+    shared: bool = False
 
     def misfit(self, value: Any) -> str:
         """Return why a value cannot be one of this setting, or ""."""
@@ -77,6 +89,110 @@ class Row:
         return ""
 
 
+class Change(NamedTuple):
+    """A default that was `old` before `version`, and is `new` from it on."""
+
+    name: str
+    version: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """The settings of a program, with the defaults of the newest version that is known.
+
+    rows: the first one that matches a name counts.
+    changes: newest first.
+    """
+
+    framework: str
+    rows: tuple[Row, ...]
+    oldest: str
+    newest: str
+    changes: Sequence[Change]
+
+    def at(self, version: str | None) -> list[Row]:
+        """Return the rows with the defaults of a version. None: the newest one.
+
+        Raises:
+            ConfigError: it is not a version from `oldest` to `newest`.
+        """
+        chosen, newest = _number(version or self.newest), _number(self.newest)
+        if not _number(self.oldest) <= chosen or chosen[: len(newest)] > newest:
+            rule = f"is not a version of {self.framework} that verlite knows the defaults of"
+            remedy = f"Known are {self.oldest} to {self.newest}: give the nearest one."
+            raise ConfigError([Problem(OPTION, version, rule, remedy)])
+        old = {c.name: c.old for c in self.changes if _number(c.version) > chosen}
+        return [replace(row, default=old.get(row.name, row.default)) for row in self.rows]
+
+    def describe(self, given: Collection[str], version: str | None) -> str:
+        """Return a sentence that says whose defaults these are, and which other versions differ."""
+        used = {row.name for row in self.rows} - set(given)
+        differ: dict[str, list[str]] = {}
+        for change in reversed(self.changes):
+            if change.name in used:
+                text = f"{_shown(change.old)} before {change.version}"
+                differ.setdefault(change.name, []).append(text)
+        text = f"Defaults of {self.framework} {version or self.newest} ({OPTION})."
+        if not differ:
+            return text
+        names = ", ".join(f"{name} ({', '.join(old)})" for name, old in differ.items())
+        return f"{text} Others in older versions: {names}."
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, such as (0, 9) for "v0.9.post1"; () for other text."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    parts = [int(part) for part in found[1].split(".")] if found else []
+    while parts and not parts[-1]:
+        parts.pop()
+    return tuple(parts)
+
+
+def _shown(value: Any) -> str:
+    if value is NOT_SET or value is None:
+        return "none"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# The files
+
+
+class _Setting(NamedTuple):
+    """A row of a file: one act, with the keys of "same" and "derived", or the note of the others.
+
+    default or kind: the kind is that of the default; a kind alone: nothing follows from the absence
+        of the setting.
+    """
+
+    same: str | None = None
+    derived: str | None = None
+    needless: str | None = None
+    dropped: str | None = None
+    refused: str | None = None
+    note: str = ""
+    default: Any = NOT_SET
+    kind: str = ""
+    values: dict[str, Any] = {}
+    least: int | None = None
+    null: bool = False
+    shared: bool = False
+
+
+class _Program(NamedTuple):
+    sections: list[str]
+    oldest: str
+    newest: str
+    defaults: dict[str, Any] = {}
+
+
+class _Change(NamedTuple):
+    of: list[str]
+    was: Any
+    now: Any = NOT_SET
+
+
 KINDS: Mapping[type, str] = {
     bool: "switch",
     int: "int",
@@ -84,58 +200,72 @@ KINDS: Mapping[type, str] = {
     str: "text",
     list: "words",
     dict: "mapping",
+    type(None): "any",
 }
-"""By the type of a default. Any other type, such as that of None: "any"."""
+"""By the type of a default."""
 
 
-def same(
-    names: str,
-    to: str,
-    default: Any,
-    note: str = "",
-    values: Any = None,
-    least: float | None = None,
-) -> Row:
-    """Return a row for a setting whose value goes to the keys in `to`. See `_row`."""
-    return _row("same", names, to, default, note, values, least)
+@dataclass(frozen=True)
+class Dialect:
+    """A file: {section: its rows}, programs and changed defaults."""
+
+    sections: dict[str, tuple[Row, ...]]
+    programs: Mapping[str, _Program]
+    changes: Mapping[str, _Change]
+
+    def tables(self, framework: str) -> dict[str, Table]:
+        """Return the table of each program."""
+        found = {}
+        for name, program in self.programs.items():
+            rows = tuple(
+                replace(row, default=program.defaults.get(row.name, row.default))
+                for section in program.sections
+                for row in self.sections[section]
+            )
+            changes = [
+                Change(setting, version, change.was, change.now)
+                for key, change in self.changes.items()
+                for setting, version in [key.split()]
+                if name in change.of
+            ]
+            found[name] = Table(framework, rows, program.oldest, program.newest, changes)
+        return found
 
 
-def derived(names: str, to: str, default: Any, note: str = "", least: float | None = None) -> Row:
-    """Return a row for a setting that a formula of the converter reads. See `_row`."""
-    return _row("derived", names, to, default, note, least=least)
+def read(file: Path, **words: str) -> Dialect:
+    """Return a file's rows. Raises ValueError, which names the file and the row that is wrong."""
+    words = {"actor": ACTOR, "model": MODEL, "ref": REF, "rollout": ROLLOUT, **words}
+    shapes = {"programs": _Program, "changes": _Change}
+    found = toml_tables.read(file, shapes, others=_Setting, **words)
+    programs, changes = found.pop("programs"), found.pop("changes")
+    sections = {}
+    for section, settings in found.items():
+        rows: list[Row] = []
+        taken: set[str] = set()
+        for names, setting in settings.items():
+            try:
+                rows.append(_row(names.split(), setting))
+                if not taken.isdisjoint(names.split()):
+                    raise ValueError("another row has one of these names")
+            except ValueError as error:
+                raise ValueError(f"{file.name}, [{section}] {names!r}: {error}") from None
+            taken |= {*names.split()}
+        sections[section] = tuple(rows)
+    return Dialect(sections, programs, changes)
 
 
-def needless(names: str, default: Any, note: str) -> Row:
-    """Return a row for a setting that verlite does not need. See `_row`."""
-    return _row("needless", names, "", default, note)
-
-
-def dropped(names: str, default: Any, note: str) -> Row:
-    """Return a row for a setting without counterpart that changes no result. See `_row`."""
-    return _row("dropped", names, "", default, note)
-
-
-def refused(names: str, default: Any, note: str) -> Row:
-    """Return a row for a setting without counterpart that changes training. See `_row`."""
-    return _row("refused", names, "", default, note)
-
-
-def _row(
-    act: Act,
-    names: str,
-    to: str,
-    default: Any,
-    note: str,
-    values: dict[Any, Any] | None = None,
-    least: float | None = None,
-) -> Row:
-    """Return a row.
-
-    Args:
-        names: the setting's name, then other names of it.
-        default: the other framework's default; or a type, if nothing follows from its absence.
-    """
-    name, *also = names.split()
-    kind = default if isinstance(default, type) else type(default)
-    value = NOT_SET if isinstance(default, type) else default
-    return Row(name, act, to, note, value, values or {}, tuple(also), KINDS.get(kind, "any"), least)
+def _row(names: Sequence[str], setting: _Setting) -> Row:
+    acts = [act for act in get_args(Act) if getattr(setting, act) is not None]
+    if len(acts) != 1:
+        raise ValueError(f"needs one of {', '.join(get_args(Act))}")
+    if setting.kind and setting.kind not in KINDS.values():
+        raise ValueError(f"kind must be one of {', '.join(KINDS.values())}")
+    if setting.kind and setting.default is not NOT_SET:
+        raise ValueError("has a default, so it needs no kind")
+    (act,) = acts
+    text = getattr(setting, act)
+    to, note = (text, setting.note) if act in ("same", "derived") else ("", text)
+    kind = setting.kind or KINDS.get(type(setting.default), "text")
+    values = {{"true": True, "false": False}.get(k, k): v for k, v in setting.values.items()}
+    more = (setting.default, values, tuple(names[1:]), kind)
+    return Row(names[0], act, to, note, *more, setting.least, setting.null, setting.shared)

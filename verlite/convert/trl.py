@@ -15,9 +15,8 @@ from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import prepare_data
 from verlite.convert.engine import Conversion, Draft, apply, sentence
-from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row
-from verlite.convert.trl_fields import TABLES, VERSIONS
-from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read
+from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row, read
+from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read_file
 from verlite.convert.tuning import (
     COMMANDS,
     launch,
@@ -27,6 +26,9 @@ from verlite.convert.tuning import (
     start_text,
 )
 
+DIALECT = read(Path(__file__).with_suffix(".toml"))
+TABLES = DIALECT.tables("TRL")
+"""Trainer -> its fields."""
 CORRECTION = "algorithm.rollout_correction."
 REWARD_FILE = "reward.py"
 """The name in the command of the reward function that the user has to write."""
@@ -51,7 +53,7 @@ def convert(
         file: the file. None: the command line names it, or `trl grpo` and the like.
         gpus: processes of the training. TRL's batch sizes are per process. None: as the command
             line of accelerate or torchrun says, else 8.
-        trainer: one of VERSIONS. None: as the file or the command line says.
+        trainer: one of TABLES. None: as the file or the command line says.
         version: TRL's version, whose defaults apply. None: the newest that is known.
         words: command line of `trl`, or of a script that takes its settings from there.
 
@@ -64,7 +66,7 @@ def convert(
         rule = "does not exist" if script else "is missing"
         remedy = "Give a script, a YAML file, or a command line after --."
         raise ConfigError([Problem("FILE", script and str(script), rule, remedy)])
-    found = read(file, typed) if file else Source(named or "grpo", {})
+    found = read_file(file, typed) if file else Source(named or "grpo", {})
     source = f"the command line in {file}" if found.words and not typed else ""
     _, _, documented = program(found.words)
     line, after = (words, typed) if typed else (found.words, documented)
@@ -74,7 +76,7 @@ def convert(
     nodes = said.nodes if is_divided else max(1, gpus // PER_NODE)
     settings = found.settings | arguments(typed or documented) | found.changed
     name = trainer or (named if named and not script else found.trainer)
-    table = VERSIONS[name].table(TABLES[name], version)
+    table = TABLES[name].at(version)
     given, computed = _named(table, settings, name)
     formulas = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
     formulas.append(partial(devices, gpus=gpus, nodes=nodes))
@@ -82,7 +84,7 @@ def convert(
     title, command = f"TRL's {name.upper()}Trainer", COMMANDS.get(name, PPO)
     renamed = own_key if name in COMMANDS else str
     done = apply(title, table, given, [*formulas, warn], command=command, own_key=renamed)
-    defaults = VERSIONS[name].describe(table, {*given, *computed}, version)
+    defaults = TABLES[name].describe({*given, *computed}, version)
     if source:
         defaults = f"Settings are those of {source}: {' '.join(found.words)}. {defaults}"
     is_tuning = name in COMMANDS

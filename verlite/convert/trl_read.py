@@ -57,7 +57,7 @@ class Computed(str):
     """The text of an expression whose value only running the script would give."""
 
 
-def read(file: Path, words: Words = ()) -> Source:
+def read_file(file: Path, words: Words = ()) -> Source:
     """Return what a script (.py) or YAML file says.
 
     words: the command line of a script with a parser.
@@ -329,7 +329,7 @@ def arguments(words: Words) -> Settings:
             raise ConfigError([Problem(word, None, "is not an option", "Options begin with --.")])
     file = values.pop("config", [])
     if file:
-        settings |= read(Path(file[0])).settings
+        settings |= read_file(Path(file[0])).settings
     for name, given in values.items():
         unset = [word for word in given if re.match(r"\$\w|\$\{", word)]
         if unset:

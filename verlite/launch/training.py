@@ -1,6 +1,6 @@
 """The training command of a launcher, checked on a machine that may not be one of the run's."""
 
-from verlite.config import aliases
+from verlite.config.command import PPO
 from verlite.config.load import Loaded, compose, parse_argv, with_home
 from verlite.config.problems import ConfigError, Problem
 
@@ -35,7 +35,7 @@ def without_shape(overrides: list[str]) -> list[str]:
 def current_name(override: str) -> str:
     """Return the key of an override under its current name."""
     key = override.partition("=")[0].lstrip("+~")
-    return aliases.renamed(key) or key
+    return PPO.tables.new_name(key) or key
 
 
 def checked(
