@@ -12,7 +12,7 @@ from verlite.config.dpo import DPO
 from verlite.config.problems import ConfigError
 from verlite.config.sft import SFT
 from verlite.convert import openrlhf, text
-from verlite.convert.data import VERBATIM
+from verlite.convert.formulas import VERBATIM
 from verlite.convert.openrlhf import FLAGS, TABLES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."

@@ -7,7 +7,7 @@ import pytest
 from tests.convert.conftest import BOMB, SAMPLES
 from verlite.config import keys
 from verlite.config.problems import ConfigError
-from verlite.convert import rlinf
+from verlite.convert import rlinf, rows
 from verlite.convert.rlinf import KEYS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -34,7 +34,7 @@ def convert(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_has_a_row(name):
-    assert rlinf.find(name) is not None
+    assert rows.find(KEYS, name) is not None
 
 
 def test_every_target_is_a_key():

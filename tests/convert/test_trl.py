@@ -10,7 +10,7 @@ from tests.convert.conftest import BOMB, SAMPLES, check_changes
 from verlite.config import keys
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError
-from verlite.convert import text, trl
+from verlite.convert import rows, text, trl
 from verlite.convert.trl import TABLES
 from verlite.convert.tuning import COMMANDS, own_key
 
@@ -60,7 +60,7 @@ def training_arguments() -> list[str]:
 @pytest.mark.parametrize("trainer", TABLES)
 def test_every_field_is_known(trainer):
     names = [*FIELDS.get(trainer, []), *training_arguments()]
-    assert [name for name in names if trl.find(TABLES[trainer].rows, name) is None] == []
+    assert [name for name in names if rows.find(TABLES[trainer].rows, name) is None] == []
 
 
 def test_every_target_is_a_key():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data_preprocess.conftest import ROOT, Run
 from tests.models import tiny_tokenizer
-from verlite.convert.data import VERBATIM
+from verlite.convert.formulas import VERBATIM
 from verlite.data.dataset import PromptDataset
 from verlite.rewards.result import RewardItem
 from verlite.rewards.scorer import Scorer

@@ -15,9 +15,9 @@ def _responses_as_prompts(original, draft):
     draft.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
 
 
-def _defaults_as_verlites(original, draft, row, value, keep_given):
+def _defaults_as_verlites(original, draft, row, value):
     if row.name in draft.given:
-        original(draft, row, value, keep_given)
+        original(draft, row, value)
 
 
 def _updates_as_steps(original, draft, key, value, count, note):

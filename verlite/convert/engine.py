@@ -1,7 +1,8 @@
 """Apply a table of another framework's settings to what a user has set."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verlite.config import rules
@@ -53,42 +54,43 @@ class Conversion:
         return [override(key, value) for key, value in self.values.items()]
 
 
+@dataclass
 class Draft:
     """A conversion under way: what the user has set, and what follows from it.
 
+    source: the other framework's name.
+    table: its settings. `given` may only have names of the table.
+    given: name -> value.
     typed: how a setting is written in messages, such as "--zero_stage".
-    keep: keep keys in the command that have verlite's default.
+    keep: keep given settings in the command if they have verlite's default, too.
     command: the command of verlite.
     own_key: its name of a key of main_ppo; "" if it has none.
     """
 
-    def __init__(
-        self,
-        table: Sequence[Row],
-        given: Mapping[str, Any],
-        typed: Callable[[str], str] = lambda name: name,
-        keep: bool = True,
-        command: Command = PPO,
-        own_key: Callable[[str], str] = lambda key: key,
-    ) -> None:
-        self.command = command
-        self._own_key = own_key
-        self.given = dict(given)
-        self.typed = typed
-        self.values: dict[str, Any] = {}
-        self.comments: dict[str, str] = {}
-        self.warnings: list[Warned] = []
-        self.needless: list[str] = []
-        self.before: list[str] = []
-        self.problems: list[Problem] = []
-        self.names = {row.name for row in table}
-        self._defaults = {row.name: row.default for row in table}
-        self._explicit: set[str] = set()
-        self._keep = keep
+    source: str
+    table: Sequence[Row]
+    given: Mapping[str, Any]
+    typed: Callable[[str], str] = str
+    keep: bool = True
+    command: Command = PPO
+    own_key: Callable[[str], str] = str
+    values: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    warnings: list[Warned] = field(default_factory=list)
+    needless: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    explicit: set[str] = field(default_factory=set)
+    """Keys that stay in the command."""
+
+    @functools.cached_property
+    def rows(self) -> dict[str, Row]:
+        """Name -> its row."""
+        return {row.name: row for row in self.table}
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of a setting, or its default; None if it has none."""
-        value = self.given.get(name, self._defaults[name])
+        value = self.given.get(name, self.rows[name].default)
         return None if value is NOT_SET else value
 
     def has(self, *names: str) -> bool:
@@ -100,12 +102,24 @@ class Draft:
 
         explicit: keep the key in the command if it has verlite's default, too. None: as `keep`.
         """
-        for name in filter(None, map(self._own_key, key.split())):
+        for name in filter(None, map(self.own_key, key.split())):
             self.values[name] = value
             if comment:
                 self.comments[name] = comment
-            if self._keep if explicit is None else explicit:
-                self._explicit.add(name)
+            if self.keep if explicit is None else explicit:
+                self.explicit.add(name)
+
+    def choice(self, name: str, options: Mapping[Any, Any], value: Any = None) -> Any:
+        """Return what a setting's value is called in verlite; None, and a problem, if nothing.
+
+        value: None: the setting's own.
+        """
+        value = self[name] if value is None else value
+        if value in options:
+            return options[value]
+        remedy = f"verlite has {', '.join(map(str, options))}."
+        self.refuse(name, "has no counterpart in verlite", remedy)
+        return None
 
     def warn(self, name: str, text: str) -> None:
         """Report a setting that has no counterpart or needs attention."""
@@ -127,7 +141,7 @@ class Draft:
             return self.typed(name)
         return f"{self.typed(name)}={display(name, _plain(value))}"
 
-    def finish(self, source: str) -> Conversion:
+    def finish(self) -> Conversion:
         """Order the keys as the schema does, leave out verlite's defaults, and apply its rules."""
         known = self.command.keys
         order = {name: place for place, name in enumerate(known)}
@@ -139,7 +153,7 @@ class Draft:
         kept = {
             name: self.values[name]
             for name in sorted(self.values, key=place)
-            if name in self._explicit
+            if name in self.explicit
             or name in self.comments
             or name not in known
             or self.values[name] != known[name].default
@@ -148,7 +162,7 @@ class Draft:
         comments = {name: self.comments[name] for name in kept if name in self.comments}
         before = list(dict.fromkeys(self.before))
         return Conversion(
-            source,
+            self.source,
             kept,
             comments,
             self.warnings,
@@ -159,43 +173,25 @@ class Draft:
         )
 
 
-def apply(
-    source: str,
-    table: Sequence[Row],
-    given: Mapping[str, Any],
-    formulas: Sequence[Callable[[Draft], None]],
-    typed: Callable[[str], str] = lambda name: name,
-    keep_given: bool = True,
-    command: Command = PPO,
-    own_key: Callable[[str], str] = lambda key: key,
-) -> Conversion:
-    """Convert what a user has set.
-
-    Args:
-        source: the other framework's name.
-        table: its settings. `given` may only have names of the table.
-        given: name -> value.
-        formulas: functions for the "derived" rows.
-        typed: how a setting is written in messages.
-        keep_given: keep a given setting in the command if it has verlite's default, too.
-        command, own_key: see `Draft`.
+def apply(draft: Draft, formulas: Sequence[Callable[[Draft], None]]) -> Conversion:
+    """Convert what a user has set. `formulas` are functions for the "derived" rows.
 
     Raises:
         ConfigError: a value is of another kind than its setting.
     """
+    given, typed = draft.given, draft.typed
     wrong = [
         Problem(typed(row.name), _plain(given[row.name]), rule)
-        for row in table
+        for row in draft.table
         if row.name in given and (rule := row.misfit(given[row.name]))
     ]
     if wrong:
         raise ConfigError(wrong)
-    draft = Draft(table, given, typed, keep_given, command, own_key)
-    for row in table:
-        value = draft.given.get(row.name, row.default)
+    for row in draft.table:
+        value = given.get(row.name, row.default)
         if row.act == "same" and value is not NOT_SET:
-            _copy(draft, row, value, keep_given)
-        elif row.name in draft.given and value != row.default:
+            _copy(draft, row, value)
+        elif row.name in given and value != row.default:
             if row.act == "needless":
                 draft.needless.append(typed(row.name))
             elif row.act == "dropped":
@@ -204,10 +200,10 @@ def apply(
                 draft.refuse(row.name, "has no counterpart in verlite", sentence(row.note))
     for formula in formulas:
         formula(draft)
-    return draft.finish(source)
+    return draft.finish()
 
 
-def _copy(draft: Draft, row: Row, value: Any, keep_given: bool) -> None:
+def _copy(draft: Draft, row: Row, value: Any) -> None:
     is_given = row.name in draft.given
     if row.values:
         if value not in row.values:
@@ -215,7 +211,7 @@ def _copy(draft: Draft, row: Row, value: Any, keep_given: bool) -> None:
             draft.refuse(row.name, "verlite has no such value", f"It has those of {legal}.")
             return
         value = row.values[value]
-    draft.set(row.to, value, row.note if is_given else "", explicit=is_given and keep_given)
+    draft.set(row.to, value, row.note if is_given else "", explicit=is_given and draft.keep)
 
 
 def broken_rules(values: Mapping[str, Any], command: Command = PPO) -> list[Problem]:

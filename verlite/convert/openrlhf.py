@@ -16,18 +16,28 @@ from typing import Any
 
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
-from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
-from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row, read
+from verlite.convert.formulas import (
+    CORRECTION,
+    KL_NAMES,
+    NO_DUAL_CLIP,
+    SCHEDULES,
+    dual_clip,
+    prepare_data,
+    rows_file,
+    same_reference,
+    verbatim,
+)
+from verlite.convert.rows import ACTOR, MODEL, REF, ROLLOUT, Row, read
 from verlite.convert.tuning import (
     COMMANDS,
     Processes,
     launch,
     own_key,
     processes,
-    rows_file,
     start_text,
 )
+from verlite.convert.values import unexpanded
 from verlite.spec import catalog
 
 
@@ -47,17 +57,6 @@ DIALECT.sections["tuning"] = (
 TABLES = DIALECT.tables("OpenRLHF")
 """Program -> its flags."""
 PROGRAM = re.compile(r"(?:\S*openrlhf[./]cli[./])?(train_\w+?)(?:\.py)?")
-CORRECTION = "algorithm.rollout_correction."
-
-KL_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-
-SCHEDULES = {
-    "cosine_with_min_lr": "cosine",
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
 
 PAIRS = ("eps_clip_low_high", "reward_clip_range", "adam_betas", "critic_adam_betas")
 """Flags with two numbers."""
@@ -84,15 +83,15 @@ def convert(arguments: Sequence[str], version: str | None = None) -> Conversion:
     command = COMMANDS.get(program.removeprefix("train_"), PPO)
     is_ppo = command is PPO
     table = TABLES[program].at(version)
-    done = apply(
+    draft = Draft(
         "OpenRLHF",
         table,
         given,
-        FORMULAS if is_ppo else TUNING_FORMULAS,
         lambda name: typed.get(name, f"--{name}"),
         command=command,
         own_key=str if is_ppo else own_key,
     )
+    done = apply(draft, FORMULAS if is_ppo else TUNING_FORMULAS)
     done = replace(done, defaults=TABLES[program].describe(given, version))
     if is_ppo:
         return done
@@ -188,9 +187,9 @@ def _unknown(word: str, known: dict[str, Row], program: str) -> Problem:
 
 def _value(row: Row, words: list[str]) -> tuple[Any, str]:
     """Return the value of a flag, and the violated rule or ""."""
-    unset = [word for word in words if re.match(r"\$\w|\$\{", word)]
+    unset = unexpanded(words)
     if unset:
-        return None, f"the shell has not replaced {unset[0]}: use double quotes, or write the value"
+        return None, unset
     if row.kind == "switch":
         return True, "takes no value" if words else ""
     if row.kind == "words":
@@ -337,15 +336,14 @@ def estimator(draft: Draft) -> None:
         "group_norm": "grpo",
         "dr_grpo": "grpo",
     }
-    if name not in own:
-        remedy = f"verlite has those of {', '.join(own)}."
-        draft.refuse("advantage_estimator", "has no counterpart in verlite", remedy)
+    chosen = draft.choice("advantage_estimator", own)
+    if chosen is None:
         return
-    if catalog.compares(own[name]) and draft["n_samples_per_prompt"] == 1:
+    if catalog.compares(chosen) and draft["n_samples_per_prompt"] == 1:
         rule = "compares the samples of one prompt, so n_samples_per_prompt must be at least 2"
         draft.refuse("advantage_estimator", rule, "Give several, such as --n_samples_per_prompt 8.")
     comment = f"OpenRLHF's {name}"
-    if own[name] == "grpo":
+    if chosen == "grpo":
         draft.set("algorithm.norm_adv_by_std_in_grpo", name == "group_norm", explicit=False)
         if in_reward:
             draft.set("algorithm.kl_in_reward_mode", "token")
@@ -358,7 +356,7 @@ def estimator(draft: Draft) -> None:
             False,
             "OpenRLHF up to 0.8.0, and LMM-R1, whiten rloo's advantages: set true to follow them",
         )
-    draft.set("algorithm.adv_estimator", own[name], comment)
+    draft.set("algorithm.adv_estimator", chosen, comment)
     if name in ("gae", "reinforce"):
         draft.set("algorithm.gamma", draft["gamma"], explicit=False)
     elif draft["gamma"] != 1:
@@ -386,16 +384,16 @@ def kl(draft: Draft) -> None:
     kind = "k3" if draft["use_kl_estimator_k3"] else draft["kl_estimator"]
     if not _has_reference(draft):
         return
-    if kind not in KL_NAMES:
-        draft.refuse("kl_estimator", "is not an estimator", f"Known: {', '.join(KL_NAMES)}.")
+    estimator = draft.choice("kl_estimator", KL_NAMES, kind)
+    if estimator is None:
         return
     if draft["use_kl_loss"]:
         draft.set(ACTOR + "use_kl_loss", True)
         draft.set(ACTOR + "kl_loss_coef", coefficient)
-        draft.set(ACTOR + "kl_loss_type", KL_NAMES[kind])
+        draft.set(ACTOR + "kl_loss_type", estimator)
         return
     draft.set("algorithm.use_kl_in_reward", True)
-    draft.set("algorithm.kl_penalty", KL_NAMES[kind])
+    draft.set("algorithm.kl_penalty", estimator)
     draft.set("algorithm.kl_ctrl.kl_coef", coefficient)
     if draft["kl_target"]:
         draft.set("algorithm.kl_ctrl.type", "adaptive")
@@ -416,12 +414,7 @@ def loss(draft: Draft) -> None:
         draft.set(ACTOR + "loss_agg_mode", "seq-mean-token-mean")
     else:
         draft.set(ACTOR + "loss_agg_mode", draft["loss_agg_mode"], explicit=False)
-        bound = draft["dual_clip"]
-        draft.set(
-            ACTOR + "clip_ratio_c",
-            bound or NO_DUAL_CLIP,
-            "" if bound else "turns dual clip off, as in OpenRLHF: no ratio reaches this bound",
-        )
+        dual_clip(draft, draft["dual_clip"], "OpenRLHF")
     entropy = draft["entropy_loss_coef"]
     if entropy is not None:
         draft.set(ACTOR + "entropy_coeff", entropy, explicit=False)
@@ -460,11 +453,10 @@ def _schedule(draft: Draft, section: str, prefix: str) -> None:
         return draft[name] if value is None else value
 
     name = own("lr_scheduler")
-    if name not in SCHEDULES:
-        remedy = f"verlite has {', '.join(SCHEDULES)}."
-        draft.refuse(prefix + "lr_scheduler", "has no counterpart in verlite", remedy)
+    schedule = draft.choice(prefix + "lr_scheduler", SCHEDULES, name)
+    if schedule is None:
         return
-    draft.set(section + "lr_scheduler_type", SCHEDULES[name])
+    draft.set(section + "lr_scheduler_type", schedule)
     if name != "constant":  # transformers' constant schedule has no warm-up
         draft.set(section + "lr_warmup_steps_ratio", own("lr_warmup_ratio"))
     if name == "cosine_with_min_lr":
@@ -556,7 +548,7 @@ def data(draft: Draft) -> None:
     draft.set("data.train_files", prepare_data(draft, draft["prompt_data"], options))
     _probabilities(draft, "prompt_data_probs", draft["prompt_data"])
     if not draft["apply_chat_template"] and draft["input_key"] not in MESSAGE_COLUMNS:
-        draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)
+        verbatim(draft)
     samples = draft["max_samples"]
     if samples is not None:
         comment = "of more rows, a random choice; OpenRLHF takes the first ones of each file"
@@ -669,7 +661,7 @@ def tuning_data(draft: Draft) -> None:
         draft.set("data.val_files", rows_file(draft, draft["eval_dataset"], draft["eval_split"]))
         note = "OpenRLHF: after each epoch. -1: once, at the end" if draft["eval_steps"] < 0 else ""
         draft.set("trainer.test_freq", draft["eval_steps"], note)
-    (sft_columns if "input_key" in draft.names else dpo_columns)(draft)
+    (sft_columns if "input_key" in draft.rows else dpo_columns)(draft)
 
 
 def sft_columns(draft: Draft) -> None:
@@ -693,9 +685,7 @@ def sft_columns(draft: Draft) -> None:
 
 def dpo_columns(draft: Draft) -> None:
     """Prompt, better and worse response."""
-    if draft["ref_pretrain"] not in (None, "", draft["pretrain"]):
-        rule = "verlite's reference is the model at the start of the run"
-        draft.refuse("ref_pretrain", rule, "Leave it out if it is the same model.")
+    same_reference(draft, "ref_pretrain", "pretrain")
     if draft["prompt_key"]:
         draft.set("data.prompt_key", draft["prompt_key"])
     elif not draft["apply_chat_template"]:
@@ -716,7 +706,7 @@ def tuning_template(draft: Draft) -> None:
         text = f"{{% for m in messages %}}{{{{ {start} + m.content + {end} }}}}{{% endfor %}}"
         draft.set(MODEL + "custom_chat_template", text, "writes --input_template around the prompt")
     else:
-        draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)
+        verbatim(draft)
 
 
 TUNING_FORMULAS = (tuning_data, tuning_schedule, memory, outputs)

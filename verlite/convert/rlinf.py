@@ -12,10 +12,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verlite.config.problems import ConfigError, Problem, nearest
-from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
+from verlite.config.problems import ConfigError, Problem
 from verlite.convert.engine import Conversion, Draft, apply
-from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row, read
+from verlite.convert.formulas import CORRECTION, dual_clip, prepare_data, trackers, verbatim
+from verlite.convert.rows import ACTOR, MODEL, REF, ROLLOUT, find, read, unknown
 from verlite.files import check_yaml, one_line
 
 FILE = Path(__file__).with_suffix(".toml")
@@ -36,7 +36,6 @@ KEYS = (
 )
 """Every key of RLinf's math YAMLs."""
 PRECISIONS = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
-CORRECTION = "algorithm.rollout_correction."
 MAPPINGS = ("cluster.component_placement",)
 """Keys whose value is a mapping."""
 
@@ -50,32 +49,18 @@ def convert(file: Path) -> Conversion:
     given: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, value in load(file).items():
-        row = find(key)
+        row = find(KEYS, key)
         if isinstance(value, OmegaConfBaseException):
             if row and row.act in ("same", "derived", "refused"):
                 problems.append(Problem(key, None, str(value).splitlines()[0]))
             continue
         if row is None:
-            near = nearest(key, [row.name for row in KEYS if "*" not in row.name], 1)
-            remedy = f"Did you mean {near[0]}?" if near else ""
-            problems.append(Problem(key, value, "is not a key of RLinf's math YAMLs", remedy))
-        elif "*" in row.name:
-            given[row.name] = row.name
+            problems.append(unknown(KEYS, key, value, "is not a key of RLinf's math YAMLs"))
         else:
-            given[row.name] = value
+            given[row.name] = row.name if "*" in row.name else value
     if problems:
         raise ConfigError(problems)
-    return apply("RLinf", KEYS, given, FORMULAS, keep_given=False)
-
-
-def find(key: str) -> Row | None:
-    """Return the first row for a key."""
-    for row in KEYS:
-        if key in (row.name, *row.also):
-            return row
-        if "*" in row.name and key.startswith(row.name.removesuffix("*")):
-            return row
-    return None
+    return apply(Draft("RLinf", KEYS, given, keep=False), FORMULAS)
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -222,17 +207,10 @@ def estimator(draft: Draft) -> None:
     name = draft["algorithm.adv_type"]
     beta = draft["algorithm.reinpp_kl_beta"]
     baseline = draft["algorithm.use_reinpp_baseline"]
-    own = {
-        "gae": "gae",
-        "grpo": "grpo",
-        "reinpp": "reinforce_plus_plus",
-    }
-    if name not in own:
-        draft.refuse(
-            "algorithm.adv_type", "has no counterpart in verlite", "It has gae, grpo, reinpp."
-        )
+    own = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus"}
+    chosen = draft.choice("algorithm.adv_type", own)
+    if chosen is None:
         return
-    chosen = own[name]
     whitens = draft["algorithm.normalize_advantages"]
     if name == "reinpp" and baseline and beta > 0:
         chosen = "grpo"
@@ -264,9 +242,7 @@ def estimator(draft: Draft) -> None:
         draft.set(ACTOR + "use_kl_loss", True)
         draft.set(ACTOR + "kl_loss_coef", draft["algorithm.kl_beta"], explicit=True)
         draft.set(ACTOR + "kl_loss_type", kind)
-    bound = draft["algorithm.clip_ratio_c"]
-    note = "" if bound else "turns dual clip off, as in RLinf: no ratio reaches this bound"
-    draft.set(ACTOR + "clip_ratio_c", bound or NO_DUAL_CLIP, note)
+    dual_clip(draft, draft["algorithm.clip_ratio_c"], "RLinf")
 
 
 def correction(draft: Draft) -> None:
@@ -307,9 +283,9 @@ def optimizers(draft: Draft) -> None:
 def _optimizer(draft: Draft, role: str, section: str) -> None:
     schedule, optim = f"{role}.lr_sched.", f"{role}.optim."
     draft.set(section + "betas", [draft[optim + "adam_beta1"], draft[optim + "adam_beta2"]])
-    style = draft[schedule + "lr_decay_style"]
-    if style not in ("constant", "cosine", "linear"):
-        draft.refuse(schedule + "lr_decay_style", "has no counterpart in verlite")
+    styles = {name: name for name in ("constant", "cosine", "linear")}
+    style = draft.choice(schedule + "lr_decay_style", styles)
+    if style is None:
         return
     draft.set(section + "lr_scheduler_type", style, explicit=False)
     peak = draft[schedule + "max_lr"] or draft[optim + "lr"]
@@ -369,7 +345,7 @@ def data(draft: Draft) -> None:
             names = ",".join(map(str, files if isinstance(files, list) else [files]))
             draft.set(key, prepare_data(draft, names, options))
     if not draft["data.apply_chat_template"]:
-        draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)
+        verbatim(draft)
     tokenizer, model = draft["actor.tokenizer.tokenizer_model"], draft["rollout.model.model_path"]
     if tokenizer and os.path.normpath(tokenizer) != os.path.normpath(model or ""):
         draft.set(MODEL + "tokenizer_path", tokenizer)
@@ -410,12 +386,8 @@ def run(draft: Draft) -> None:
     if resume not in (None, "auto"):
         note = "a checkpoint of verlite: those of RLinf cannot be loaded"
         draft.set("trainer.resume_from_path", resume, note)
-    backends = draft["runner.logger.logger_backends"] or []
-    known = [backend for backend in backends if backend in ("wandb", "tensorboard")]
-    draft.set("trainer.logger", ["console", *known], explicit=False)
-    for backend in backends:
-        if backend not in known:
-            draft.warn("runner.logger.logger_backends", f"{backend} is not supported")
+    backends = "runner.logger.logger_backends"
+    trackers(draft, backends, draft[backends] or [])
     tokens = draft["rollout.vllm.max_num_batched_tokens"]
     if tokens:
         draft.set(ROLLOUT + "max_num_batched_tokens", tokens)

@@ -5,13 +5,13 @@ Each framework has a file, such as `trl.toml`.
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from verlite.config import toml_tables
-from verlite.config.problems import ConfigError, Problem
+from verlite.config.problems import ConfigError, Problem, nearest
 
 MODEL = "actor_rollout_ref.model."
 ACTOR = "actor_rollout_ref.actor."
@@ -24,9 +24,6 @@ NOT_SET: Any = object()
 """The default of a setting that has no effect unless it is given."""
 
 OPTION = "--source-version"
-
-NO_DUAL_CLIP = 1e6
-"""A value of actor.clip_ratio_c that no ratio reaches, for frameworks without dual clip."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,22 @@ class Row:
         if self.kind == "mapping" and not isinstance(value, dict | None):
             return "must be a mapping"
         return ""
+
+
+def find(rows: Iterable[Row], name: str) -> Row | None:
+    """Return the first row for a setting, under any of its names."""
+    for row in rows:
+        if name in (row.name, *row.also):
+            return row
+        if "*" in row.name and name.startswith(row.name.removesuffix("*")):
+            return row
+    return None
+
+
+def unknown(rows: Iterable[Row], name: str, value: Any, rule: str) -> Problem:
+    """Return the problem of a setting that has no row, with the nearest name."""
+    near = nearest(name, [row.name for row in rows if "*" not in row.name], 1)
+    return Problem(name, value, rule, f"Did you mean {near[0]}?" if near else "")
 
 
 class Change(NamedTuple):

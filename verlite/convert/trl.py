@@ -12,24 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config.command import PPO
-from verlite.config.problems import ConfigError, Problem, nearest
-from verlite.convert.data import prepare_data
+from verlite.config.problems import ConfigError, Problem
 from verlite.convert.engine import Conversion, Draft, apply, sentence
-from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row, read
+from verlite.convert.formulas import (
+    CORRECTION,
+    KL_NAMES,
+    NO_DUAL_CLIP,
+    SCHEDULES,
+    dual_clip,
+    prepare_data,
+    rows_file,
+    same_reference,
+    trackers,
+)
+from verlite.convert.rows import ACTOR, MODEL, ROLLOUT, Row, find, read, unknown
 from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read_file
 from verlite.convert.tuning import (
     COMMANDS,
     launch,
     own_key,
     processes,
-    rows_file,
     start_text,
 )
 
 DIALECT = read(Path(__file__).with_suffix(".toml"))
 TABLES = DIALECT.tables("TRL")
 """Trainer -> its fields."""
-CORRECTION = "algorithm.rollout_correction."
 REWARD_FILE = "reward.py"
 """The name in the command of the reward function that the user has to write."""
 PER_NODE = 8
@@ -83,7 +91,8 @@ def convert(
     warn = partial(_warn_of_computed, computed=computed)
     title, command = f"TRL's {name.upper()}Trainer", COMMANDS.get(name, PPO)
     renamed = own_key if name in COMMANDS else str
-    done = apply(title, table, given, [*formulas, warn], command=command, own_key=renamed)
+    draft = Draft(title, table, given, command=command, own_key=renamed)
+    done = apply(draft, [*formulas, warn])
     defaults = TABLES[name].describe({*given, *computed}, version)
     if source:
         defaults = f"Settings are those of {source}: {' '.join(found.words)}. {defaults}"
@@ -91,16 +100,6 @@ def convert(
     started = launch(gpus // nodes, nodes) if is_tuning else done.launch
     defaults += start_text(said, nodes if is_tuning else 1)
     return replace(done, defaults=defaults, launch=started)
-
-
-def find(table: Sequence[Row], field: str) -> Row | None:
-    """Return the first row for a field."""
-    for row in table:
-        if field in (row.name, *row.also):
-            return row
-        if "*" in row.name and field.startswith(row.name.removesuffix("*")):
-            return row
-    return None
 
 
 OWN_TEXT = ("model_name_or_path", "dataset_name", "eval_dataset", "reward_funcs", "peft_config")
@@ -119,10 +118,8 @@ def _named(
         if field == "**":
             computed[f"**{value}"] = value
         elif row is None:
-            near = nearest(field, [row.name for row in table if "*" not in row.name], 1)
-            remedy = f"Did you mean {near[0]}?" if near else ""
             rule = f"is not a setting of {trainer.upper()}Config"
-            problems.append(Problem(field, value, rule, remedy))
+            problems.append(unknown(table, field, value, rule))
         elif isinstance(value, Computed) and row.act == "refused":
             problems.append(
                 Problem(field, value, "has no counterpart in verlite", sentence(row.note))
@@ -147,7 +144,7 @@ def _warn_of_computed(draft: Draft, computed: dict[str, Computed]) -> None:
 
 def updates(draft: Draft, gpus: int) -> int:
     """Return how many optimizer steps TRL does per generation."""
-    if "num_ppo_epochs" in draft.names:
+    if "num_ppo_epochs" in draft.rows:
         return int(draft["num_mini_batches"] * draft["num_ppo_epochs"])
     if draft.command is not PPO:
         return 1
@@ -226,7 +223,7 @@ def tuning_batches(draft: Draft, gpus: int) -> None:
     size = _trained(draft, gpus)
     unit = f"{draft['per_device_train_batch_size']} rows x {gpus} processes x "
     unit += f"{draft['gradient_accumulation_steps']} (--gpus)"
-    if "packing" in draft.names and draft["packing"]:
+    if "packing" in draft.rows and draft["packing"]:
         unit += ". TRL counts packed sequences, verlite examples: multiply by the examples that "
         unit += f"{draft['max_length'] or LONGEST} tokens hold on average"
     draft.set(ACTOR + "ppo_mini_batch_size", size, unit)
@@ -248,13 +245,12 @@ def tuning_loss(draft: Draft, gpus: int) -> None:
     """The losses of main_sft and main_dpo."""
     kinds = draft["loss_type"]
     kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
-    known = ("sigmoid",) if "beta" in draft.names else (None, "nll", "chunked_nll")
+    known = ("sigmoid",) if "beta" in draft.rows else (None, "nll", "chunked_nll")
     if any(kind not in known for kind in kinds):
         remedy = f"verlite has {', '.join(filter(None, known))}."
         draft.refuse("loss_type", "has no counterpart in verlite", remedy)
-    if "ref_model" in draft.names and draft["ref_model"] not in (None, draft["model_name_or_path"]):
-        rule = "verlite's reference is the model at the start of the run"
-        draft.refuse("ref_model", rule, "Leave it out if it is the same model.")
+    if "ref_model" in draft.rows:
+        same_reference(draft, "ref_model", "model_name_or_path")
 
 
 def _prompt_length(draft: Draft) -> None:
@@ -293,9 +289,7 @@ def grpo_loss(draft: Draft, gpus: int) -> None:
     if high:
         draft.set(ACTOR + "clip_ratio_high", high)
     if draft.values.get(ACTOR + "policy_loss.loss_mode") is None:
-        bound = draft["delta"]
-        note = "" if bound else "turns dual clip off, as in TRL: no ratio reaches this bound"
-        draft.set(ACTOR + "clip_ratio_c", bound or NO_DUAL_CLIP, note)
+        dual_clip(draft, draft["delta"], "TRL")
 
 
 def _kl_loss(draft: Draft, count: int) -> None:
@@ -328,9 +322,8 @@ AGGREGATIONS = {
 
 def _aggregation(draft: Draft) -> None:
     kind, level = draft["loss_type"], draft["importance_sampling_level"]
-    if kind not in AGGREGATIONS:
-        remedy = f"verlite has those of {', '.join(AGGREGATIONS)}."
-        draft.refuse("loss_type", "has no counterpart in verlite", remedy)
+    aggregation = draft.choice("loss_type", AGGREGATIONS)
+    if aggregation is None:
         return
     mode = {"cispo": "cispo", "sapo": "sapo"}.get(kind)
     if level == "sequence" and kind == "grpo":
@@ -344,7 +337,7 @@ def _aggregation(draft: Draft) -> None:
         draft.set(ACTOR + "tau_pos", draft["sapo_temperature_pos"], explicit=False)
         draft.set(ACTOR + "tau_neg", draft["sapo_temperature_neg"], explicit=False)
     note = "over the whole update; TRL's bnpo takes it per micro-batch" if kind == "bnpo" else ""
-    draft.set(ACTOR + "loss_agg_mode", AGGREGATIONS[kind], note)
+    draft.set(ACTOR + "loss_agg_mode", aggregation, note)
 
 
 def rloo_loss(draft: Draft, gpus: int) -> None:
@@ -357,7 +350,7 @@ def rloo_loss(draft: Draft, gpus: int) -> None:
     draft.set(ACTOR + "clip_ratio", draft["epsilon"], explicit=False)
     if draft["epsilon_high"]:
         draft.set(ACTOR + "clip_ratio_high", draft["epsilon_high"])
-    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "turns dual clip off, as in TRL")
+    dual_clip(draft, None, "TRL")
     several = updates(draft, gpus) > 1
     note = "TRL clips the ratio of a whole response, verlite that of each token" if several else ""
     draft.set(ACTOR + "loss_agg_mode", "seq-mean-token-sum", note)
@@ -369,9 +362,9 @@ def ppo_loss(draft: Draft, gpus: int) -> None:
     draft.set("algorithm.use_kl_in_reward", draft["kl_coef"] > 0, explicit=False)
     if draft["kl_coef"] > 0:
         draft.set("algorithm.kl_ctrl.kl_coef", draft["kl_coef"])
-        kinds = {"k1": "kl", "k3": "low_var_kl"}
-        draft.set("algorithm.kl_penalty", kinds.get(draft["kl_estimator"], "kl"), explicit=False)
-    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "turns dual clip off, as in TRL")
+        kind = KL_NAMES.get(draft["kl_estimator"], "kl")
+        draft.set("algorithm.kl_penalty", kind, explicit=False)
+    dual_clip(draft, None, "TRL")
     draft.set("critic.optim.lr", draft["learning_rate"], "TRL trains both with one optimizer")
     if draft["missing_eos_penalty"]:
         rule = "is subtracted in TRL from the scores of responses without end"
@@ -393,9 +386,8 @@ def sampling(draft: Draft, gpus: int) -> None:
         draft.set(ROLLOUT + "free_cache_engine", draft["vllm_enable_sleep_mode"])
     if draft["vllm_max_model_length"]:
         draft.set(ROLLOUT + "max_model_len", draft["vllm_max_model_length"])
-    if not draft.names & {"vllm_importance_sampling_mode"}:
-        return
-    if not draft["vllm_importance_sampling_correction"]:
+    name = "vllm_importance_sampling_correction"
+    if name not in draft.rows or not draft[name]:
         return
     mode = draft["vllm_importance_sampling_mode"]
     level, _, kind = mode.partition("_")
@@ -435,20 +427,11 @@ def optimizer(draft: Draft, gpus: int) -> None:
     section = ACTOR + "optim."
     draft.set(section + "lr", draft["learning_rate"])
     draft.set(section + "betas", [draft["adam_beta1"], draft["adam_beta2"]], explicit=False)
-    kinds = {
-        "linear": "linear",
-        "cosine": "cosine",
-        "cosine_with_min_lr": "cosine",
-        "constant": "constant",
-        "constant_with_warmup": "constant",
-    }
     name = str(draft["lr_scheduler_type"])
-    if name not in kinds:
-        draft.refuse(
-            "lr_scheduler_type", "has no counterpart in verlite", f"It has {', '.join(kinds)}."
-        )
+    schedule = draft.choice("lr_scheduler_type", SCHEDULES, name)
+    if schedule is None:
         return
-    draft.set(section + "lr_scheduler_type", kinds[name])
+    draft.set(section + "lr_scheduler_type", schedule)
     options = draft["lr_scheduler_kwargs"] or {}
     if name == "cosine_with_min_lr":
         ratio = options.get("min_lr_rate")
@@ -495,7 +478,7 @@ def memory(draft: Draft, gpus: int) -> None:
 def data(draft: Draft, gpus: int) -> None:
     """Model, prompts and rewards."""
     model = draft["model_name_or_path"] or (
-        "sft_model_path" in draft.names and draft["sft_model_path"]
+        "sft_model_path" in draft.rows and draft["sft_model_path"]
     )
     if not model:
         draft.refuse("model_name_or_path", "is missing")
@@ -538,7 +521,7 @@ def tuning_data(draft: Draft) -> None:
         elif files == "train" or (value is not None and evaluates):
             note = f"write the rows of the script's {value or 'data set'} into it"
             draft.set(f"data.{files}_files", f"{files}.parquet", note)
-    if "assistant_only_loss" not in draft.names:
+    if "assistant_only_loss" not in draft.rows:
         return
     note = "TRL's name of the column. Its text is trained, as in TRL"
     draft.set("data.response_key", "completion", note)
@@ -552,11 +535,11 @@ def tuning_data(draft: Draft) -> None:
 
 def _rewards(draft: Draft) -> None:
     names = ("reward_funcs", "reward_model", "reward_model_path")
-    given = [draft[name] for name in names if name in draft.names and draft[name] is not None]
+    given = [draft[name] for name in names if name in draft.rows and draft[name] is not None]
     shown = str(given[0]).strip("[]").replace("'", "") if given else "reward"
     note = f"write compute_score(data_source, solution_str, ground_truth, extra_info) for {shown}: "
     draft.set("custom_reward_function.path", REWARD_FILE, f"{note}docs/migration/trl.md")
-    if "reward_weights" in draft.names and draft["reward_weights"]:
+    if "reward_weights" in draft.rows and draft["reward_weights"]:
         draft.warn("reward_weights", "write the weights into your reward function")
 
 
@@ -595,11 +578,7 @@ def run(draft: Draft, gpus: int) -> None:
         draft.warn("resume_from_checkpoint", "verlite cannot load checkpoints of TRL")
     report = draft["report_to"]
     backends = [report] if isinstance(report, str) else list(report or [])
-    known = [name for name in backends if name in ("wandb", "tensorboard")]
-    draft.set("trainer.logger", ["console", *known], explicit=False)
-    for name in backends:
-        if name not in (*known, "none"):
-            draft.warn("report_to", f"{name} is not supported")
+    trackers(draft, "report_to", backends)
     if draft["data_seed"] is not None:
         draft.set("data.seed", draft["data_seed"])
 

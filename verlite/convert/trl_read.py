@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from verlite.config.problems import ConfigError, Problem
+from verlite.convert.values import unexpanded
 from verlite.files import check_yaml, one_line
 
 TRAINERS = {name: name.lower() for name in ("GRPO", "RLOO", "PPO", "SFT", "DPO")}
@@ -331,9 +332,8 @@ def arguments(words: Words) -> Settings:
     if file:
         settings |= read_file(Path(file[0])).settings
     for name, given in values.items():
-        unset = [word for word in given if re.match(r"\$\w|\$\{", word)]
-        if unset:
-            rule = f"the shell has not replaced {unset[0]}: write the value"
+        rule = unexpanded(given)
+        if rule:
             raise ConfigError([Problem(f"--{name}", None, rule)])
         if not given and name.startswith("no_"):
             settings[name.removeprefix("no_")] = False

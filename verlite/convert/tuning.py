@@ -1,7 +1,6 @@
 """Conversions to main_sft and main_dpo, whose keys lack the sections of main_ppo."""
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,8 +12,6 @@ import yaml
 from verlite.config.command import Command
 from verlite.config.dpo import DPO
 from verlite.config.sft import SFT
-from verlite.convert.data import SUFFIXES
-from verlite.convert.engine import Draft
 from verlite.convert.rows import ACTOR, MODEL, ROLLOUT
 from verlite.files import check_yaml, one_line, read_text
 
@@ -121,20 +118,3 @@ def start_text(found: Processes, nodes: int) -> str:
     if nodes > 1:
         text += f" Start it on each of the {nodes} hosts: FIRST_HOST is the address of the first."
     return f" {text.strip()}" if text else ""
-
-
-def rows_file(draft: Draft, name: str, split: str) -> list[str] | str:
-    """Return the files of rows, and add the commands that download those of the hub."""
-    files = []
-    for entry in filter(None, map(str.strip, str(name).split(","))):
-        path = Path(entry)
-        if path.suffix in (*SUFFIXES, ".csv") or entry.startswith(("/", "./", "../", "~")):
-            files.append(entry)
-            continue
-        repository, _, inside = entry.partition("@")  # NAME@FOLDER, as in OpenRLHF
-        title = "-".join(filter(None, (Path(repository).name, inside.replace("/", "-"), split)))
-        files.append(f"data/{title}.parquet")
-        options = f"{entry!r}, " if not inside else f"{repository!r}, data_dir={inside!r}, "
-        code = f"from datasets import load_dataset; load_dataset({options}split={split!r})"
-        draft.before.append(shlex.join(["python", "-c", f"{code}.to_parquet({files[-1]!r})"]))
-    return files if len(files) != 1 else files[0]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 PLAIN = re.compile(r"[A-Za-z_./~][\w./~@%+:*-]*")
@@ -21,6 +21,13 @@ def number(value: float) -> str:
     short = f"{value:g}"
     text = short if float(short) == value else repr(value)
     return re.sub(r"e([+-])0+", r"e\1", text).replace("e+", "e")
+
+
+def unexpanded(words: Iterable[str]) -> str:
+    """Return why words with a shell variable cannot be values, or ""."""
+    found = next((word for word in words if re.match(r"\$\w|\$\{", word)), None)
+    rule = f"the shell has not replaced {found}: use double quotes, or write the value"
+    return rule if found else ""
 
 
 def _hydra(value: Any) -> str:
