@@ -99,14 +99,16 @@ def _checked(entry: Any, shape: Any) -> Any:
             raise ValueError(f"unknown field {field}. Known are {', '.join(types)}")
         if not _fits(value, types[field]):
             raise ValueError(f"{field} must be {_type_name(types[field])}, not {value!r}")
-    missing = [field for field in types if field not in {**shape._field_defaults, **entry}]
+    missing = types.keys() - shape._field_defaults.keys() - entry.keys()
     if missing:
-        raise ValueError(f"lacks {', '.join(missing)}")
+        raise ValueError(f"lacks {', '.join(sorted(missing))}")
     return shape(**entry)
 
 
 def _fits(value: Any, kind: Any) -> bool:
     """Return whether a value is of a type: its own, list[...], dict[str, ...], a union or Any."""
+    if kind is Any or type(value) is kind:
+        return True
     parts = get_args(kind)
     if isinstance(kind, UnionType):
         return any(_fits(value, part) for part in parts)
@@ -114,7 +116,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(one, parts[0]) for one in value)
     if get_origin(kind) is dict:
         return isinstance(value, dict) and all(_fits(one, parts[1]) for one in value.values())
-    return kind is Any or type(value) is kind
+    return False
 
 
 def _type_name(kind: Any) -> str:

@@ -230,8 +230,9 @@ class Dialect:
         """Return the table of each program."""
         found = {}
         for name, program in self.programs.items():
+            own = program.defaults
             rows = tuple(
-                replace(row, default=program.defaults.get(row.name, row.default))
+                replace(row, default=own[row.name]) if row.name in own else row
                 for section in program.sections
                 for row in self.sections[section]
             )
