@@ -39,6 +39,9 @@ NOTES: tuple[tuple[Callable[[Context], Any], str], ...] = (
     (lambda c: c.loss and c.loss.aggregation not in (None, c.actor.loss_agg_mode),
      "actor_rollout_ref.actor.loss_agg_mode={c.actor.loss_agg_mode}: the paper of "
      "policy_loss.loss_mode={c.loss_mode} uses {c.loss.aggregation}"),
+    (lambda c: c.actor.fsdp_config.use_torch_compile,
+     "actor_rollout_ref.actor.fsdp_config.use_torch_compile=true compiles the model's layers, "
+     "where verl compiles only the entropy: the first passes take a minute longer"),
     (lambda c: c.algorithm.use_kl_in_reward and c.actor.use_kl_loss,
      "the KL to the reference counts twice: algorithm.use_kl_in_reward and "
      "actor_rollout_ref.actor.use_kl_loss are both on"),
