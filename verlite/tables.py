@@ -6,7 +6,7 @@ Text stays text: a CSV column, or a date or a number in quotes, is not converted
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +82,32 @@ def read(
         raise TableError(_reason("parquet", error)) from error
 
 
+def read_chosen(
+    path: Path, choose: Callable[[list[str], int], list[str]], rows: int | None = None
+) -> tuple["pa.Table", int]:
+    """Read the columns that are chosen among those of a file, once. Return how many rows it has.
+
+    Args:
+        choose: (names of all columns, number of rows) -> the columns to read. It may raise.
+        rows: as in `read`.
+
+    Raises:
+        TableError: the file cannot be read.
+    """
+    if path.suffix in TEXT_SUFFIXES:
+        table = _from_text(path)
+        return table.select(choose(table.column_names, table.num_rows)).slice(0, rows), len(table)
+    schema, count = outline(path)
+    return read(path, choose(schema.names, count), rows=rows), count
+
+
 def _first_of_parquet(path: Path, columns: list[str] | None, rows: int) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         batches = []
-        for batch in file.iter_batches(batch_size=min(rows, 4096), columns=columns):
+        for batch in file.iter_batches(batch_size=max(1, min(rows, 4096)), columns=columns):
             batches.append(batch)
             if sum(map(len, batches)) >= rows:
                 break

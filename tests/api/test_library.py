@@ -23,7 +23,7 @@ from verlite.envs.factory import EnvFactory, build_env_factory
 from verlite.trainer import own_code
 from verlite.trainer.ending import begin, end_at_once, report
 from verlite.trainer.errors import RunRefused
-from verlite.trainer.launch import lock_run_dir
+from verlite.trainer.opening import lock_run_dir
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 

@@ -15,11 +15,12 @@ from verlite.config.critical import (
     model_contents,
 )
 from verlite.config.load import dump
-from verlite.controller.stop import Stop
+from verlite.config.plan import make_plan
 from verlite.files import RetryingWriter
-from verlite.trainer.display import Display
 from verlite.trainer.errors import RunRefused
-from verlite.trainer.launch import changed_code, check_all, refuse_changed_settings
+from verlite.trainer.opening import rl_preflight
+from verlite.trainer.preflight import FILES, walk
+from verlite.trainer.resume import changed_code, refuse_changes
 from verlite.trainer.segments import changed_keys, write_config
 
 ADAPTER = "adapter_config.json"
@@ -28,6 +29,10 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == str(ground_truth))
 """
+
+
+def refuse_changed_settings(config, saved):
+    return refuse_changes(critical_settings(config), saved)
 
 
 def test_other_contents_of_the_training_files_are_refused(material, tmp_path):
@@ -162,7 +167,7 @@ def test_files_are_read_at_the_start_not_at_the_first_save(material, tmp_path):
     reward.write_text(REWARD)
     overrides = (f"data.train_files={file}", f"custom_reward_function.path={reward}")
     loaded = material.load(*overrides, f"trainer.default_local_dir={tmp_path / 'run'}")
-    check_all(loaded.config, Stop(), dump(loaded), tmp_path / "run", Display())
+    walk(rl_preflight(loaded.config, make_plan(loaded.config)), FILES)
     file.write_bytes(before + b"0")
     reward.write_text(REWARD + "# other\n")
     settings, code = critical_settings(loaded.config), code_contents(loaded.config)

@@ -90,7 +90,7 @@ def test_secrets_are_masked(material, monkeypatch):
 
 
 def test_the_driver_has_the_variables_while_it_runs(monkeypatch):
-    from verlite.trainer.launch import environment
+    from verlite.trainer.opening import environment
 
     monkeypatch.setenv("VERLITE_TEST_KEPT", "before")
     path_before = list(sys.path)

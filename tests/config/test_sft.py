@@ -380,7 +380,7 @@ def test_unknown_config_name_lists_sft_files_only(material):
 @pytest.mark.parametrize("path", ["/nonexistent", "{folder}"])
 def test_invalid_model_path_is_one_message(material, tmp_path, path, capsys):
     path = path.replace("{folder}", str(tmp_path))
-    file = write_prompts(tmp_path / "train.parquet", 2)
+    file = write_prompts(tmp_path / "train.parquet", 2, response="2")
     assert (
         main(
             [

@@ -16,7 +16,7 @@ from verlite.controller.stack_text import ranks_text, render, threads
 from verlite.controller.stacks import REQUESTS, answer_requests
 from verlite.controller.worker_group import ready, spawn, submit
 from verlite.report.stacks import StacksError, ask
-from verlite.trainer.launch import lock_run_dir
+from verlite.trainer.opening import lock_run_dir
 
 DUMP = """Thread 0x00007f01 (most recent call first):
   File "/a/pool.py", line 3 in wait

@@ -25,7 +25,7 @@ from tests.trainer.runs import driver_state, write_sums
 from verlite.config.critical import critical_settings
 from verlite.config.load import compose
 from verlite.trainer import checkpoints
-from verlite.trainer.launch import absolutize_paths
+from verlite.trainer.opening import absolutize_paths
 
 SUMS = """\
 defaults: [grpo, _self_]

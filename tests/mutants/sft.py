@@ -55,9 +55,7 @@ MUTANTS = [
         returns(75),
         RESUMED,
     ),
-    Mutant(
-        "a run resumes with other settings", SFT + "run:critical_settings", returns({}), RESUMED
-    ),
+    Mutant("a run resumes with other settings", SFT + "run:tuning_settings", returns({}), RESUMED),
     Mutant(
         "the worse response is the one that is learned",
         SFT + "dpo:pair_metrics",
@@ -72,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         "examples without an end are not noticed",
-        SFT + "data:endless_examples",
+        SFT + "checks:endless_examples",
         argument("max_length", lambda length: 0),
         FILES,
     ),

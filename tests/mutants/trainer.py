@@ -458,7 +458,7 @@ MUTANTS = [
     ),
     Mutant(
         "training files are hashed at the first save, when they may have changed",
-        "verlite.trainer.launch:critical_settings",
+        "verlite.trainer.opening:critical_settings",
         does_nothing,
         ("tests/config/test_critical.py",),
     ),

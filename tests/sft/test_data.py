@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from verlite.config.sft import SFTDataConfig
 from verlite.data.dataset import DataError
-from verlite.sft.data import Example, chat_or_text, endless_examples, read_examples
+from verlite.sft.checks import endless_examples
+from verlite.sft.data import Example, chat_or_text, read_examples
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from tests.trainer.test_stages import Screen
 from verlite.cli import app
 from verlite.config import dpo, load, sft
+from verlite.config.critical import tuning_settings
 from verlite.config.problems import ConfigError
 from verlite.config.sft import SFTDataConfig, compose
 from verlite.data.sampler import PromptSampler
@@ -26,7 +27,7 @@ from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
 from verlite.sft.batch import build_batch
 from verlite.sft.data import Example, read_examples
-from verlite.sft.run import Run, critical_settings, save
+from verlite.sft.run import Run, save
 from verlite.sft.train import sft_loss, validation_loss
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 from verlite.trainer import checkpoints
@@ -230,7 +231,7 @@ def test_stopped_run_resumes_to_the_same_numbers(
 def test_settings_of_the_tokens_are_critical(tiny_qwen2, sums, tmp_path, change, command):
     def settings(*more):
         overrides = run_options(sums, tiny_qwen2, tmp_path, *more)
-        return critical_settings(load.compose(None, overrides, None, True, False, command).config)
+        return tuning_settings(load.compose(None, overrides, None, True, False, command).config)
 
     before, after = settings(), settings(change)
     assert [key for key in after if after[key] != before[key]] == [change.split("=")[0]]

@@ -13,17 +13,20 @@ from verlite.config.critical import critical_settings
 from verlite.config.plan import engine_settings
 from verlite.config.schema import Config, DataConfig
 from verlite.controller import supervisor_file
-from verlite.trainer import build, launch
-from verlite.trainer.build import restore, stop_if_complete
+from verlite.trainer import build, checks
+from verlite.trainer.build import restore
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
+from verlite.trainer.common_checks import steps_left
 from verlite.trainer.errors import AlreadyComplete, RunRefused, ServiceMissing
 from verlite.trainer.exports import STEP_FILE
-from verlite.trainer.launch import (
+from verlite.trainer.opening import (
     absolutize_paths,
+    beginning,
     checkpoint_text,
     lock_run_dir,
-    refuse_changed_settings,
+    rl_preflight,
 )
+from verlite.trainer.resume import refuse_changes
 from verlite.trainer.tracking import read_lines
 
 STATE = {"step": 6, "version": 9, "kl_controller": {"value": 0.25}}
@@ -44,7 +47,10 @@ def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved):
     run_dir = tmp_path / "new" if moved else tmp_path
     run = fake_run(run_dir, kl=kl, total_steps=10)
     run.config.algorithm.kl_ctrl.type = kind
-    restore(run, Checkpoint(tmp_path / "global_step_6", 6), STATE)
+    found = rl_preflight(run.config, None)
+    found.run_dir, found.state = run_dir, STATE
+    found.checkpoint = Checkpoint(tmp_path / "global_step_6", 6)
+    restore(run, beginning(found), STATE)
     assert (run.step, run.resumed_step, run.kl.value) == (6, 6, weight)
     assert run.version + 1 == 9, "the first sync sends the saved weights under their old version"
     assert run.saved_step == (0 if moved else 6)
@@ -58,15 +64,16 @@ def test_changed_settings_are_refused_in_one_message():
         r"  data.shuffle: False in the checkpoint, True now"
     )
     with pytest.raises(RunRefused, match=message):
-        refuse_changed_settings(config, saved)
-    refuse_changed_settings(config, critical_settings(config))
-    refuse_changed_settings(config, {})  # no checkpoint
+        refuse_changes(critical_settings(config), saved)
+    assert refuse_changes(critical_settings(config), critical_settings(config)) == []
 
 
 AWAY = "http://127.0.0.1:1"
 
 
-@pytest.mark.parametrize("service", ["reward", "tools", "generation", "reference"])
+@pytest.mark.parametrize(
+    "service", ["reward_function", "tools", "generation_servers", "reference_service"]
+)
 def test_a_service_that_is_away_is_told_from_other_refusals(service):
     """After a loss `verlite supervise` waits for it."""
     config = a_config()
@@ -76,17 +83,10 @@ def test_a_service_that_is_away_is_told_from_other_refusals(service):
     config.actor_rollout_ref.ref.url = AWAY
     config.actor_rollout_ref.rollout.servers = [AWAY]
     config.actor_rollout_ref.rollout.server_wait_s = 0.0
-    rows = SimpleNamespace(data_sources=lambda: ["x"])
     plan = SimpleNamespace(max_turns=2, servers=True, max_model_len=8, rollout_dtype="float32")
     plan.reference_urls = [AWAY]
-    checks = {
-        "reward": lambda: launch.validate_reward_fn(config, rows, None, pytest.fail),
-        "tools": lambda: launch.check_tools(config, plan, pytest.fail),
-        "generation": lambda: launch.check_servers(config, plan, pytest.fail, pytest.fail),
-        "reference": lambda: launch.find_service(config, plan, pytest.fail),
-    }
     with pytest.raises(ServiceMissing, match=AWAY):
-        checks[service]()
+        getattr(checks, service)(rl_preflight(config, plan))
 
 
 def test_relative_paths_become_absolute(tmp_path, monkeypatch):
@@ -173,17 +173,21 @@ def test_a_run_is_complete_once_its_last_step_is_exported(
     tmp_path, step, exported, export_hf, val_only, complete
 ):
     config = a_config()
-    config.trainer.export_hf = export_hf
-    config.trainer.val_only = val_only
+    config.trainer.default_local_dir = str(tmp_path)
+    config.trainer.export_hf, config.trainer.val_only = export_hf, val_only
+    config.trainer.total_training_steps = 5
     if exported:
         (tmp_path / "huggingface").mkdir()
         (tmp_path / "huggingface" / STEP_FILE).write_text(exported)
-    state = {"step": step, "metrics": {"loss": 1.0}}
+    found = rl_preflight(config, None)
+    found.sampler = SimpleNamespace(size=1)
+    found.state = {"step": step, "metrics": {"loss": 1.0}}
     if not complete:
-        stop_if_complete(config, tmp_path, state, total_steps=5)
+        steps_left(found)
+        assert found.total_steps == 5
         return
     with pytest.raises(AlreadyComplete, match="step 5 of 5"):
-        stop_if_complete(config, tmp_path, state, total_steps=5)
+        steps_left(found)
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert line["step"] == 5 and line["loss"] == 1.0
 

@@ -14,7 +14,7 @@ from tests.models import tiny_model
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
 from verlite.config.schema import Config, DataConfig
 from verlite.engine.reference_wire import ModelInfo
-from verlite.trainer import reference
+from verlite.trainer import checks, opening, reference
 from verlite.trainer.errors import RunRefused
 from verlite.weights.probe import Probe
 
@@ -96,24 +96,25 @@ def test_resumed_run_needs_the_reference_of_its_start(config, tmp_path):
 
 def test_other_sizes_are_named():
     text = SimpleNamespace(a=4)
-    model = SimpleNamespace(get_text_config=lambda: text)
+    described = SimpleNamespace(get_text_config=lambda: text)
+    found = SimpleNamespace(service=INFO, described=described, model=SimpleNamespace(path="/m"))
     with pytest.raises(RunRefused, match="another model, toy, than .*path=/m: a 3 instead of 4"):
-        reference.check_shape(INFO, model, "/m")
+        checks.reference_model(found)
     text.a = 3
-    reference.check_shape(INFO, model, "/m")
+    checks.reference_model(found)
 
 
 @pytest.mark.parametrize("longest", [64, 65])
 def test_longest_sequence_must_fit(config, monkeypatch, longest):
-    monkeypatch.setattr(reference, "check", lambda ref: (INFO, "one is silent"))
-    warnings = []
+    monkeypatch.setattr(checks.reference_client, "check", lambda ref: (INFO, "one is silent"))
     plan = SimpleNamespace(reference_urls=["http://a"], longest_sequence=longest)
+    found = opening.rl_preflight(config, plan)
     if longest == 64:
-        assert reference.find_service(config, plan, warnings.append) == INFO
-        assert warnings == ["one is silent"]
+        checks.reference_service(found)
+        assert found.service == INFO and found.findings.warnings == ["one is silent"]
         return
     with pytest.raises(RunRefused, match="up to 64 tokens; samples of this run may have 65"):
-        reference.find_service(config, plan, warnings.append)
+        checks.reference_service(found)
 
 
 # Whole runs.

@@ -16,10 +16,9 @@ from verlite import hub
 from verlite.config import compose, make_plan
 from verlite.config.critical import critical_settings
 from verlite.data.sampler import PromptSampler
-from verlite.trainer import checkpoints, disk
-from verlite.trainer import trial as trial_module
-from verlite.trainer.launch import absolutize_paths, lock_run_dir
-from verlite.trainer.trial import Trial, try_out
+from verlite.trainer import checkpoints, disk, opening
+from verlite.trainer.opening import absolutize_paths, lock_run_dir, try_rl
+from verlite.trainer.preflight import Findings
 
 AWAY = "http://127.0.0.1:1"
 
@@ -39,9 +38,9 @@ def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path()
 
 
-def tried(*overrides: str) -> Trial:
+def tried(*overrides: str) -> Findings:
     loaded = compose("sums", overrides, ".")
-    return try_out(loaded.config, make_plan(loaded.config))
+    return try_rl(loaded.config, make_plan(loaded.config))
 
 
 def test_a_good_command(folder: Path) -> None:
@@ -83,7 +82,7 @@ def test_the_users_order(folder: Path, rows: str, words: str | None) -> None:
 
 def test_an_order_of_the_first_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch may have more rows than were tried."""
-    monkeypatch.setattr(trial_module, "ROWS", 5)
+    monkeypatch.setattr(opening, "ROWS", 5)
     trial = tried()
     assert trial.errors == [] and "tried on the first 5 of 64 rows" in trial.seen[0]
 

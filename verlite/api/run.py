@@ -24,7 +24,7 @@ from verlite.terminal import console
 
 if TYPE_CHECKING:
     from verlite.controller.stop import Stop
-    from verlite.trainer.launch import Preflight
+    from verlite.trainer.launch import Launch
 
 ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 ENV_MODULE = "verlite_own_env"
@@ -78,17 +78,17 @@ def check(
         TypeError: `reward` or `env` cannot be stored for other processes.
     """
     from verlite.trainer.errors import RunRefused
-    from verlite.trainer.trial import try_out
+    from verlite.trainer.opening import try_rl
 
     _refuse_other_types(config)
     with tempfile.TemporaryDirectory() as folder, _no_event_loop():
         with _own_code(config, reward, env, Path(folder)) as whole:
             loaded = whole.loaded()
             plan = make_plan(loaded.config)
-            trial = try_out(loaded.config, plan)
-            if trial.errors:
-                raise RunRefused("\n".join(trial.errors))
-            return Report(plan, loaded.notes, trial.warnings, trial.seen)
+            found = try_rl(loaded.config, plan)
+            if found.errors:
+                raise RunRefused("\n".join(found.errors))
+            return Report(plan, loaded.notes, found.warnings + found.missing, found.seen)
 
 
 def train(
@@ -123,7 +123,7 @@ def train(
     from verlite.config.critical import CODE
     from verlite.controller.exit_codes import DONE
     from verlite.controller.stop import Stop
-    from verlite.trainer.launch import absolute, lock_run_dir
+    from verlite.trainer.opening import absolute, lock_run_dir
 
     _refuse_other_types(config)
     _refuse_other_ray()
@@ -204,22 +204,22 @@ def run_to_end(loaded: Loaded, stop: "Stop") -> int:
         console().print(notes_text(loaded.notes), soft_wrap=True)
     from verlite.controller.exit_codes import DONE
     from verlite.trainer.errors import AlreadyComplete
-    from verlite.trainer.launch import preflight
+    from verlite.trainer.launch import launched
 
     try:
-        with preflight(loaded, stop) as checks:
-            return _train(checks)
+        with launched(loaded, stop) as launch:
+            return _train(launch)
     except AlreadyComplete as done:
         console().print(str(done))
         return stop.decide(DONE)
 
 
-def _train(checks: "Preflight") -> int:
+def _train(launch: "Launch") -> int:
     from verlite.trainer.build import finalize, open_run
     from verlite.trainer.errors import StepAborted
     from verlite.trainer.ppo import train
 
-    with open_run(checks) as opened:
+    with open_run(launch) as opened:
         try:
             train(opened)
         except StepAborted:

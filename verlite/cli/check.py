@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from verlite.cli.common import TrainingArguments, fail, load_config
 
 if TYPE_CHECKING:
-    from verlite.trainer.trial import Trial
+    from verlite.trainer.preflight import Findings
 
 RL = ("main_ppo", "verlite.main_ppo", "verl.trainer.main_ppo")
 SFT = (
@@ -47,7 +47,7 @@ def _check_rl(arguments: list[str]) -> None:
     from verlite.config.plan import make_plan
     from verlite.config.show import notes_text
     from verlite.terminal import console
-    from verlite.trainer.trial import try_out
+    from verlite.trainer.opening import try_rl
 
     loaded = load_config(arguments, "verlite check")
     out = console()
@@ -55,12 +55,8 @@ def _check_rl(arguments: list[str]) -> None:
         out.print(notes_text(loaded.notes), soft_wrap=True)
     plan = make_plan(loaded.config)
     out.print(plan.table())
-    trial = try_out(loaded.config, plan)
-    _report(trial)
-    _say_logins(
-        loaded.config.trainer.logger, loaded.config.ray_kwargs.ray_init.runtime_env.env_vars
-    )
-    out.print(trial.verdict())
+    variables = loaded.config.ray_kwargs.ray_init.runtime_env.env_vars
+    _report(try_rl(loaded.config, plan), loaded.config.trainer.logger, variables)
 
 
 def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
@@ -69,10 +65,7 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     from verlite.config import dpo, sft
     from verlite.config.load import main_argv
     from verlite.config.show import notes_text
-    from verlite.sft import data, preferences
-    from verlite.sft.trial import try_out
     from verlite.terminal import console
-    from verlite.trainer.trial import Trial
 
     command = dpo.DPO if name in DPO else sft.SFT
     program = f"verlite check {'main_dpo' if name in DPO else 'main_sft'}"
@@ -86,31 +79,27 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     for problem in loaded.lacking:
         note = f"note: for one process here: {problem.brief()}"
         out.print(note, soft_wrap=True, highlight=False)
-    trial = Trial()
-    if not missing:
-        if name in DPO:
-            trial = try_out(loaded.config, preferences.read_pairs, preferences.columns, 2)
-        else:
-            trial = try_out(loaded.config, data.read_examples, data.columns, 1)
-        _report(trial)
-    trial.warnings += missing
-    _say_logins(loaded.config.trainer.logger, {})
-    out.print(trial.verdict())
+    from verlite.sft.dpo import TASK as PAIRS
+    from verlite.sft.run import tuning_preflight
+    from verlite.sft.train import TASK as EXAMPLES
+    from verlite.trainer.preflight import DATA, PHASES, ROWS, walk
+
+    found = tuning_preflight(loaded.config, PAIRS if name in DPO else EXAMPLES, ROWS)
+    walk(found, *PHASES, without=DATA if missing else "")
+    _report(found.findings, loaded.config.trainer.logger, {}, has_notes=bool(missing))
 
 
-def _report(trial: "Trial") -> None:
-    """Print what was found by trying, and exit if a run would be refused."""
-    from verlite.terminal import console
-
-    for line in (*trial.seen, *(f"note: {text}" for text in (*trial.warnings, *trial.missing))):
-        console().print(line, soft_wrap=True, highlight=False)
-    if trial.errors:
-        fail("\n".join(f"error: {error}" for error in trial.errors))
-
-
-def _say_logins(loggers: list[str], variables: dict[str, str]) -> None:
+def _report(
+    found: "Findings", loggers: list[str], variables: dict[str, str], has_notes: bool = False
+) -> None:
+    """Print what was found, and exit if a run would be refused."""
     from verlite.config import logins
     from verlite.terminal import console
 
+    for line in (*found.seen, *(f"note: {text}" for text in (*found.warnings, *found.missing))):
+        console().print(line, soft_wrap=True, highlight=False)
+    if found.errors:
+        fail("\n".join(f"error: {error}" for error in found.errors))
     for note in logins.notes(loggers, variables):
         console().print(f"note: {note}", soft_wrap=True, highlight=False)
+    console().print(found.verdict(has_notes))

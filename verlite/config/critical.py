@@ -8,6 +8,7 @@ from typing import Any
 
 from verlite.config.plan import files_of, max_turns
 from verlite.config.schema import Config, ModelConfig
+from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
 from verlite.importing import module_path
 from verlite.spec.catalog import ENV_FACTORIES
@@ -46,6 +47,12 @@ SAMPLE_BYTES = 1 << 16
 TOOLS = "tool_config_path"
 """Entry of `env.kwargs` of the environment VERL_TOOLS: a file."""
 VERL_TOOLS = "verlite.compat.tools:VerlTools"
+ROWS = (
+    *("train_files", "train_batch_size", "train_max_samples", "max_length", "truncation"),
+    *("prompt_key", "response_key", "messages_key", "tools_key", "chosen_key", "rejected_key"),
+    *("prompt_dict_keys", "response_dict_keys", "apply_chat_template_kwargs", "shuffle"),
+)
+"""Keys of the section data of main_sft and main_dpo, as far as a command has them."""
 CODE = "code"
 """Folder in the run directory with the functions of a run from Python."""
 
@@ -169,4 +176,17 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.extra": config.data.extra,
         "max_turns": max_turns(config),
         **(_environment(config) if max_turns(config) else {}),
+    }
+
+
+def tuning_settings(config: TuningConfig) -> dict[str, Any]:
+    """Return the same for main_sft and main_dpo."""
+    data = {name: value for name, value in vars(config.data).items() if name in ROWS}
+    return {
+        **model_settings(config.model, "model"),
+        "model.custom_chat_template": config.model.custom_chat_template,
+        **{f"data.{name}": value for name, value in data.items()},
+        **{name: value for name, value in vars(config).items() if name == "beta"},
+        CONTENT: contents(config.data.train_files),
+        "trainer.seed": config.trainer.seed,
     }

@@ -107,18 +107,32 @@ def wait_for(target: str, address: str | None, wait_s: float) -> str:
                 return target if target != "auto" else str(ray_internals.running_cluster())
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise NoCluster(
-                    f"{source}={target}: {missing}. Start the cluster with `verlite cluster start` "
-                    "or `ray start`, give the host:port that its head printed (not the "
-                    "dashboard's), or use ray_kwargs.ray_init.address=local to run on this machine "
-                    f"alone. A cluster that starts later is awaited for ray_kwargs.wait_s "
-                    f"(here {wait_s:g} s)."
-                )
+                raise NoCluster(f"{_missing_text(source, target, missing, wait_s)}.")
             countdown.show(
                 f"waiting for the Ray cluster at {source}={target}: {missing}, "
                 f"giving up in {remaining:.0f} s"
             )
             time.sleep(min(1.0, remaining))
+
+
+def missing(target: str, address: str | None, wait_s: float) -> str | None:
+    """Return why the cluster cannot be joined now, as `wait_for` says it; None if it can.
+
+    Raises:
+        NoCluster: waiting would not help.
+    """
+    source = _source(address)
+    why = _what_is_missing(target, source)
+    return None if why is None else _missing_text(source, target, why, wait_s)
+
+
+def _missing_text(source: str, target: str, why: str, wait_s: float) -> str:
+    return (
+        f"{source}={target}: {why}. Start the cluster with `verlite cluster start` or `ray start`, "
+        "give the host:port that its head printed (not the dashboard's), or use "
+        "ray_kwargs.ray_init.address=local to run on this machine alone. A cluster that starts "
+        f"later is awaited for ray_kwargs.wait_s (here {wait_s:g} s)"
+    )
 
 
 def _source(address: str | None) -> str:

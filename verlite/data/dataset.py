@@ -422,19 +422,20 @@ def _read(name: str, required: list[str], first: int | None) -> tuple[pa.Table, 
         )
     if not path.is_file():
         raise DataError(f"{name} is not a file: name parquet, jsonl or json files")
-    try:
-        schema, rows = tables.outline(path)
+
+    def choose(available: list[str], rows: int) -> list[str]:
         if rows == 0:
             raise DataError(f"{name} has no rows")
-        available = schema.names
-        missing = [name for name in required if name not in available]
+        missing = [column for column in required if column not in available]
         if missing:
             raise DataError(
                 f"{name} has no column {', '.join(map(repr, missing))}; "
                 f"its columns are {', '.join(available) or 'none'}"
             )
-        columns = required + [name for name in OPTIONAL_COLUMNS if name in available]
-        return tables.read(path, columns, rows=first), rows
+        return required + [column for column in OPTIONAL_COLUMNS if column in available]
+
+    try:
+        return tables.read_chosen(path, choose, first)
     except tables.TableError as error:
         raise DataError(f"{name} {error}") from error
 

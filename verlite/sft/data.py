@@ -1,7 +1,6 @@
 """Read files of training examples, check every row, and tokenize it once."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 
 from verlite import tables
-from verlite.config.sft import RowsConfig, SFTDataConfig, TuningConfig
-from verlite.data.dataset import DataError, find_file, foreign_token
+from verlite.config.plan import files_of
+from verlite.config.sft import RowsConfig, SFTDataConfig
+from verlite.data.dataset import DataError, find_file
 from verlite.data.prompts import build_prompt
 from verlite.sft import conversation
-from verlite.spec.rope import position_limit
 
 MESSAGES = "messages"
 """Column of conversations that is found without data.messages_key."""
@@ -49,159 +48,80 @@ ExamplesOf = Callable[[Row], list[Example]]
 """A row -> its examples. Raises ValueError if the row has the wrong form."""
 
 
-def read_examples(
-    files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig, max_rows: int = -1
-) -> list[Example]:
-    """Return the rows of the files as token ids.
+@dataclass(frozen=True)
+class RowFile:
+    """The rows of a file that were read, with the columns that training needs."""
+
+    path: Path
+    table: pa.Table
+    used: int
+    """Rows of the file that training uses, read or not."""
+
+
+def read_files(
+    files: str | Sequence[str] | None,
+    columns_of: Columns,
+    limit: int = -1,
+    first: int | None = None,
+) -> list[RowFile]:
+    """Read each file once.
+
+    Args:
+        limit: number of rows that training uses, the first ones; -1: all.
+        first: number of these that are read; None: all.
+
+    Raises:
+        DataError: a file is missing, unreadable or empty, or `columns_of` raises it.
+    """
+    found: list[RowFile] = []
+    left = first
+    for file in files_of(files):
+        path = find_file(file)
+        table, rows = _read(path, columns_of, left)
+        used = rows if limit < 0 else min(rows, limit - sum(one.used for one in found))
+        found.append(RowFile(path, table.slice(0, used), used))
+        left = None if left is None else left - found[-1].table.num_rows
+    if not found:
+        raise DataError("data.train_files is empty: name at least one file")
+    return found
+
+
+def tokenized(files: Sequence[RowFile], examples_of: ExamplesOf) -> list[Example]:
+    """Return the examples of all rows, in order. Raises DataError if `examples_of` raises a
+    ValueError about a row."""
+    examples: list[Example] = []
+    for file in files:
+        for number, row in enumerate(file.table.to_pylist()):
+            try:
+                examples += examples_of(row)
+            except ValueError as error:
+                raise DataError(f"{file.path} row {number}: {error}") from error
+    return examples
+
+
+def row_examples(row: Row, tokenizer: Any, data: SFTDataConfig) -> list[Example]:
+    """Return the example of a row as token ids.
 
     A row is a prompt and a response, or a conversation (`conversation.tokenize`). The prompt is
     built as in RL training (data.prompts.build_prompt), with the tokenizer's chat template if it
     has one. The response is tokenized separately, as a model would generate it, and the
-    end-of-sequence token is appended. max_rows: number of rows to read; -1: all.
+    end-of-sequence token is appended.
 
     Raises:
-        DataError: a file is missing, unreadable or empty; a column is missing; a row has the wrong
-            form; or an example is too long.
+        ValueError: the row has the wrong form, or the example is too long.
     """
-
-    def examples_of(row: Row) -> list[Example]:
-        if data.prompt_key in row and data.response_key in row:
-            return [fit(_pair(row, tokenizer, data), data)]
-        return [fit(_conversation(row, data.messages_key or MESSAGES, tokenizer, data), data)]
-
-    return read_rows(files, partial(columns, data=data), examples_of, max_rows)
+    if data.prompt_key in row and data.response_key in row:
+        return [fit(_pair(row, tokenizer, data), data)]
+    return [fit(_conversation(row, data.messages_key or MESSAGES, tokenizer, data), data)]
 
 
-def read_rows(
-    files: str | Sequence[str], columns_of: Columns, examples_of: ExamplesOf, max_rows: int
+def read_examples(
+    files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig, max_rows: int = -1
 ) -> list[Example]:
-    """Return the examples of all rows, in order.
-
-    Raises:
-        DataError: a file is missing, unreadable or empty, `columns_of` raises it, or `examples_of`
-            raises a ValueError about a row.
-    """
-    examples: list[Example] = []
-    rows = 0
-    for file in [files] if isinstance(files, str) else files:
-        path = find_file(file)
-        table = _read(path)
-        if max_rows >= 0:
-            table = table.slice(0, max_rows - rows)
-        rows += table.num_rows
-        chosen = table.select(columns_of(path, table.column_names))
-        for number, row in enumerate(chosen.to_pylist()):
-            try:
-                examples += examples_of(row)
-            except ValueError as error:
-                raise DataError(f"{path} row {number}: {error}") from error
-    if not examples:
-        raise DataError("data.train_files is empty: name at least one file")
-    return examples
-
-
-def endless_examples(examples: list[Example], tokenizer: Any, max_length: int) -> int:
-    """Return how many examples end without a special token, other than by data.truncation."""
-    special = set(tokenizer.all_special_ids)
-    return sum(
-        example.response[-1] not in special
-        for example in examples
-        if len(example.prompt) + len(example.response) < max_length
-    )
-
-
-def endless_warning(examples: list[Example], tokenizer: Any, max_length: int) -> str | None:
-    """Return a warning if there are `endless_examples`, else None."""
-    endless = endless_examples(examples, tokenizer, max_length)
-    if not endless:
-        return None
-    return (
-        f"{endless} of {len(examples)} examples do not end with a special token: the chat template "
-        "writes none after the assistant's last turn, or has it outside of its generation marks. "
-        "A model that learns them does not learn to end its answers"
-    )
-
-
-def check_columns(files: Sequence[str], columns_of: Columns) -> int:
-    """Check that the files can be read and have the columns that training needs. Return how many
-    rows they have.
-
-    Raises:
-        DataError: as `read_rows`.
-    """
-    rows = 0
-    for file in files:
-        path = find_file(file)
-        table = _read(path)
-        columns_of(path, table.column_names)
-        rows += table.num_rows
-    return rows
-
-
-def check_batch(data: RowsConfig, rows: int) -> None:
-    """Raise DataError if the training rows are less than one batch."""
-    batch = data.train_batch_size
-    if rows < batch:
-        raise DataError(
-            f"data.train_batch_size={batch} is more than the {rows} training rows: not one "
-            f"full batch. Use at most {rows}"
-        )
-
-
-def check_room(config: TuningConfig, examples: list[Example], size: int, split: str) -> None:
-    """Raise DataError if a row is longer than a pass.
-
-    Args:
-        size: number of examples that stay together in a pass.
-        split: train or val.
-    """
-    data = config.data
-    if data.by_examples() or not examples:
-        return
-    lengths = [len(example.prompt) + len(example.response) for example in examples]
-    longest = max(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
-    if longest > data.max_token_len_per_gpu * config.ulysses_sequence_parallel_size:
-        needed = math.ceil(longest / config.ulysses_sequence_parallel_size)
-        raise DataError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} has no room for the longest "
-            f"row of data.{split}_files, which has {longest} tokens. Use at least {needed}"
-        )
-
-
-def check_positions(model: Any, examples: list[Example], split: str) -> None:
-    """Raise DataError if an example is longer than the model's rotary embedding allows.
-
-    Args:
-        model: the model's configuration, as transformers loads it.
-        split: train or val.
-    """
-    limit = position_limit(model.get_text_config().to_dict())
-    longest = max((len(one.prompt) + len(one.response) for one in examples), default=0)
-    if limit and longest > limit[1]:
-        raise DataError(
-            f"data.{split}_files has a sequence of {longest} tokens. The model has "
-            f"rope_type={limit[0]}, whose embedding changes with the longest sequence of a pass "
-            f"beyond {limit[1]} tokens. Use data.max_length={limit[1]}"
-        )
-
-
-def refuse_foreign_tokens(
-    examples: list[Example], size: int, split: str, vocab_size: int | None
-) -> None:
-    """Raise DataError if an example has tokens that the model does not have.
-
-    Args:
-        size: number of examples of a row.
-        split: train or val.
-        vocab_size: number of tokens of the model. None: unknown, and nothing is refused.
-    """
-    if vocab_size is None:
-        return
-    for number, example in enumerate(examples):
-        token = max(max(example.prompt), max(example.response))
-        if token >= vocab_size:
-            where = f"row {number // size} of data.{split}_files: the example"
-            raise foreign_token(where, token, vocab_size, "model.")
+    """Return the examples of the files' first rows; max_rows=-1: of all. Raises DataError: see
+    `read_files` and `tokenized`."""
+    read = read_files(files, partial(columns, data=data), max_rows)
+    return tokenized(read, partial(row_examples, tokenizer=tokenizer, data=data))
 
 
 def columns(path: Path, present: list[str], data: SFTDataConfig) -> list[str]:
@@ -349,15 +269,19 @@ def fit(example: Example, data: RowsConfig) -> Example:
     return Example(example.prompt, example.response[:room], example.mask[:room])
 
 
-def _read(path: Path) -> pa.Table:
+def _read(path: Path, columns_of: Columns, first: int | None) -> tuple[pa.Table, int]:
+    """Return the first rows of a file (None: all), and how many it has."""
     if path.is_dir():
         raise DataError(f"{path} is a folder. Name the files in data.train_files or val_files.")
     if not path.is_file():
         raise DataError(f"{path} does not exist. Correct data.train_files or data.val_files.")
+
+    def choose(names: list[str], rows: int) -> list[str]:
+        if rows == 0:
+            raise DataError(f"{path} has no rows")
+        return columns_of(path, names)
+
     try:
-        table = tables.read(path)
+        return tables.read_chosen(path, choose, first)
     except tables.TableError as error:
         raise DataError(f"{path} {error}") from error
-    if table.num_rows == 0:
-        raise DataError(f"{path} has no rows")
-    return table

@@ -15,9 +15,10 @@ from verlite.config import dpo
 from verlite.config.dpo import DPOConfig
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.sft.data import Example
-from verlite.sft.preferences import read_pairs
+from verlite.sft.preferences import columns, row_examples
 from verlite.sft.run import Task
 from verlite.sft.train import log_prob_sums, micro_batching
+from verlite.trainer.preflight import DPO
 
 
 def dpo_loss(
@@ -73,7 +74,9 @@ def reference(engine: TrainEngine, config: DPOConfig, examples: list[Example]) -
 
 TASK = Task(
     command=dpo.DPO,
-    read=read_pairs,
+    kind=DPO,
+    columns=columns,
+    examples_of=row_examples,
     sources=("chosen", "rejected"),
     loss=lambda config: partial(dpo_loss, beta=config.beta),
     judge=judge,

@@ -16,29 +16,30 @@ from verlite.sft.data import (
     fit,
     messages_of,
     prompt_of,
-    read_rows,
+    read_files,
     require,
+    tokenized,
 )
+
+
+def row_examples(row: Row, tokenizer: Any, data: DPODataConfig) -> list[Example]:
+    """Return two examples of a row: the better one, then the worse one.
+
+    Prompts and responses become tokens as those of main_sft. Raises ValueError: the row has the
+    wrong form, or an example is too long.
+    """
+    return [
+        fit(answer(prompt, response, tokenizer, data), data)
+        for prompt, response in _answers(row, data)
+    ]
 
 
 def read_pairs(
     files: str | Sequence[str], tokenizer: Any, data: DPODataConfig, max_rows: int = -1
 ) -> list[Example]:
-    """Return two examples for each row of the files: the better one, then the worse one.
-
-    Prompts and responses become tokens as those of main_sft.
-
-    Raises:
-        DataError: as `read_rows`.
-    """
-
-    def examples_of(row: Row) -> list[Example]:
-        return [
-            fit(answer(prompt, response, tokenizer, data), data)
-            for prompt, response in _answers(row, data)
-        ]
-
-    return read_rows(files, partial(columns, data=data), examples_of, max_rows)
+    """Return the examples of the files' first rows, as `data.read_examples`."""
+    read = read_files(files, partial(columns, data=data), max_rows)
+    return tokenized(read, partial(row_examples, tokenizer=tokenizer, data=data))
 
 
 def columns(path: Path, present: list[str], data: DPODataConfig) -> list[str]:

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,58 +17,44 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import yaml
 from transformers.utils import logging as transformers_logging
 
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.command import Command
 from verlite.config.compile import fsdp_spec, model_spec, optim_spec
-from verlite.config.critical import CONTENT, begin_run, contents, model_settings
+from verlite.config.critical import tuning_settings
 from verlite.config.load import LoadedConfig, dump
-from verlite.config.plan import run_length, which_ends
 from verlite.config.sft import TuningConfig
 from verlite.controller.stop import Stop
 from verlite.data.sampler import PromptSampler
-from verlite.engine.folder import ModelError, load_config, load_tokenizer, vocab_size
 from verlite.engine.fsdp import LossFn, TrainEngine
 from verlite.engine.process_group import process_group
 from verlite.files import RetryingWriter, free_text
-from verlite.sft.data import (
-    Example,
-    check_batch,
-    check_positions,
-    check_room,
-    endless_warning,
-    refuse_foreign_tokens,
-)
+from verlite.sft.data import Example
 from verlite.terminal import console
 from verlite.trainer import checkpoints, exports, run_file
-from verlite.trainer.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    FailedSaves,
-    ResumeRefused,
-)
+from verlite.trainer.checkpoints import CheckpointError, FailedSaves, ResumeRefused
+from verlite.trainer.common_checks import reading
 from verlite.trainer.display import Display
-from verlite.trainer.ending import begin, reported_first
-from verlite.trainer.errors import RunRefused
-from verlite.trainer.exports import already_complete, exported_step, install_export
-from verlite.trainer.launch import absolute, checkpoint_text, lock_run_dir, refuse_changes
+from verlite.trainer.ending import reported_first
+from verlite.trainer.exports import install_export
 from verlite.trainer.metrics import Stopwatch
-from verlite.trainer.segments import changed_keys, write_config
-from verlite.trainer.time_limit import TimeLimit, stop_for_time, time_limit
+from verlite.trainer.opening import (
+    absolute,
+    beginning,
+    in_run_directory,
+    open_tracking,
+    record_config,
+    resumed_text,
+)
+from verlite.trainer.preflight import FILES, LIBRARIES, Preflight, walk
+from verlite.trainer.time_limit import TimeLimit, stop_for_time
 from verlite.trainer.tracking import Tracking
 
 MAX_FAILED_SAVES = 3
 """The run ends after so many failed saves in a row (`FailedSaves`)."""
 ROLE = "actor"
 """Folder of the model in a checkpoint, as in RL training."""
-CRITICAL = (
-    *("train_files", "train_batch_size", "train_max_samples", "max_length", "truncation"),
-    *("prompt_key", "response_key", "messages_key", "tools_key", "chosen_key", "rejected_key"),
-    *("prompt_dict_keys", "response_dict_keys", "apply_chat_template_kwargs", "shuffle"),
-)
-"""Keys of the section data that change the results, as far as a command has them."""
 Loaded = LoadedConfig[TuningConfig]
 _T = TypeVar("_T")
 
@@ -78,10 +63,13 @@ _T = TypeVar("_T")
 class Task:
     """What a command trains for."""
 
+    kind: str
+    """SFT or DPO of the preflight."""
     command: Command
-    read: Callable[[Any, Any, Any, int], list[Example]]
-    """(files, tokenizer, section data, rows or -1 for all) -> the examples of all rows, those of a
-    row one after the other."""
+    columns: Callable[..., list[str]]
+    """(file, its columns, section data) -> the columns to read."""
+    examples_of: Callable[..., list[Example]]
+    """(row, tokenizer, section data) -> its examples."""
     sources: tuple[str, ...]
     """Names of a row's examples."""
     loss: Callable[[Any], LossFn]
@@ -190,106 +178,70 @@ class Run:
             "sampler": self.sampler.state_dict(),
             "kl_controller": FixedKLController(0.0).state_dict(),
             "metrics": self.metrics,
-            "critical": critical_settings(self.config),
+            "critical": tuning_settings(self.config),
             "model": dataclasses.asdict(self.config.model),
         }
 
 
-def critical_settings(config: TuningConfig) -> dict[str, Any]:
-    """Return the settings whose change would change the results of a resumed run."""
-    data = {name: value for name, value in vars(config.data).items() if name in CRITICAL}
-    return {
-        **model_settings(config.model, "model"),
-        "model.custom_chat_template": config.model.custom_chat_template,
-        **{f"data.{name}": value for name, value in data.items()},
-        **{name: value for name, value in vars(config).items() if name == "beta"},
-        CONTENT: contents(config.data.train_files),
-        "trainer.seed": config.trainer.seed,
-    }
+def tuning_preflight(config: TuningConfig, task: Task, first: int | None = None) -> Preflight:
+    """Return what the checks of main_sft or main_dpo are given. first: as in `Preflight`."""
+    config = copy.deepcopy(config)
+    config.trainer.default_local_dir = absolute(config.trainer.default_local_dir)
+    return Preflight(
+        task.kind,
+        config,
+        Path(config.trainer.default_local_dir),
+        model=config.model,
+        section="",
+        settings=partial(tuning_settings, config),
+        first=first,
+        task=task,
+        is_first=os.environ.get("RANK", "0") == "0",
+        on_first_rank=on_first_rank if first is None else lambda call: call(),
+    )
 
 
 @contextmanager
 def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
-    """Build everything, in the order that fails earliest: directory, data, checkpoint, model.
+    """Do all checks, then build everything.
 
     Raises:
-        RunRefused, ResumeRefused, DataError: a file or value cannot be used.
-        AlreadyComplete: nothing is left to train.
+        REFUSED, AlreadyComplete, CheckpointError: see `preflight.walk`.
     """
-    config = copy.deepcopy(loaded.config)
-    run_dir = Path(absolute(config.trainer.default_local_dir))
-    config.trainer.default_local_dir = str(run_dir)
-    is_first = os.environ.get("RANK", "0") == "0"
+    found = tuning_preflight(loaded.config, task)
+    config, run_dir, data = found.config, found.run_dir, found.config.data
     device = config.trainer.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    with ExitStack() as stack:
-        stop.where = lambda: "while starting"
-        begin_run()
-        if is_first:
-            critical_settings(config)  # reads the files now, which may change before the first save
-        stop.grace_s = config.trainer.stop_grace_s
-        out = console()
-        out.quiet = not is_first
-        display = Display(out, stop.log)
-        stop.where = lambda: display.where()
-        if is_first:
-            stack.enter_context(lock_run_dir(run_dir))
-            begin(stop, run_dir)
-            display = Display(out, stop.log)
-            stop.checkpoint = partial(checkpoint_text, config, time.time())
-            stop.on_defer = lambda name: display.info(
-                f"{name}: the step ends, the run saves, and then it ends"
-            )
+    out = console()
+    out.quiet = not found.is_first
+    display = Display(out, log=lambda text: stop.log(text))  # `begin` sets stop.log
+    stop.where = display.where
+    with in_run_directory(found, stop), ExitStack() as stack:
+        stop.on_defer = lambda name: display.info(
+            f"{name}: the step ends, the run saves, and then it ends"
+        )
         transformers_logging.disable_progress_bar()
         stack.enter_context(process_group(device))
-        if is_first:
+        if found.is_first:
             stack.enter_context(reported_first(stop, run_dir))
         stack.callback(display.close)
-        with _refused():
-            model = model_spec(config.model)
-            described = load_config(model)
-            tokens = vocab_size(described)
-            tokenizer = load_tokenizer(model)
-        data = config.data
         with display.phase("reading examples"):
-            examples = task.read(data.train_files, tokenizer, data, data.train_max_samples)
-            held_out = []
-            if data.val_files:
-                held_out = task.read(data.val_files, tokenizer, data, data.val_max_samples)
-        rows = len(examples) // task.size
-        check_batch(data, rows)
-        check_room(config, examples, task.size, "train")
-        check_room(config, held_out, 1, "val")
-        check_positions(described, examples, "train")
-        check_positions(described, held_out, "val")
-        refuse_foreign_tokens(examples, task.size, "train", tokens)
-        refuse_foreign_tokens(held_out, task.size, "val", tokens)
-        sampler = PromptSampler(rows, data.train_batch_size, config.trainer.seed, data.shuffle)
-        length = (
-            sampler.steps_per_epoch,
-            config.trainer.epochs(),
-            config.trainer.total_training_steps,
-        )
-        total = run_length(*length)
-        if is_first:
+            walk(found, FILES, LIBRARIES)
+        found.rows.clear()  # they are tokenized
+        assert found.total_steps is not None
+        total, begins = found.total_steps, beginning(found)
+        examples, held_out = found.data["train"], found.data.get("val", [])
+        if found.is_first:
             run_file.plan(run_dir, total)
-        checkpoint, state = on_first_rank(partial(find_checkpoint, config, run_dir, display.warn))
-        if checkpoint:
-            try:
-                sampler.load_state_dict(state["sampler"])
-            except ValueError as error:
-                raise ResumeRefused(f"{checkpoint.path / checkpoints.STATE}: {error}") from error
-        if state["step"] >= total and exported_step(run_dir) == state["step"]:
-            raise on_first_rank(partial(already_complete, run_dir, state, total))
-        display.begin(total, state["step"], groups=False)
+        display.begin(total, begins.step, groups=False)
         display.info(_data_text(examples, held_out, task.size, total, data.train_batch_size))
-        if which_ends(*length):
-            display.info(which_ends(*length))
-        endless = endless_warning(examples, tokenizer, data.max_length)
-        if endless:
-            display.warn(endless)
-        with display.phase("loading the model"), _refused():
+        for line in found.findings.seen:
+            display.info(line)
+        for text in found.findings.warnings:
+            display.warn(text)
+        model = model_spec(config.model)
+        with display.phase("loading the model"), reading(model, ""):
             engine = TrainEngine(
                 model,
                 fsdp_spec(config.fsdp_config),
@@ -306,74 +258,49 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             with display.phase("computing reference log-probs"):
                 references = task.reference(engine, config, examples)
                 held_out_references = task.reference(engine, config, held_out)
-        if checkpoint:
+        if found.checkpoint:
             try:
-                engine.load(checkpoint.path / ROLE, checkpoint.files(ROLE))
+                engine.load(found.checkpoint.path / ROLE, found.checkpoint.files(ROLE))
             except ValueError as error:
                 raise ResumeRefused(str(error)) from error
-            display.info(f"resumed from {checkpoint.path} (step {state['step']} of {total})")
+            display.info(resumed_text(found))
         writer = RetryingWriter(display.warn)
-        earlier = checkpoint.path.parent if checkpoint else None
+        stack.callback(writer.close)
         tracking = on_first_rank_only(
-            partial(_open_tracking, loaded, task, run_dir, state, earlier, writer, display.info)
+            partial(_open_outputs, found, dump(loaded, task.command), writer, display.info)
         )
         if tracking:
-            stack.callback(writer.close)
             stack.callback(tracking.finish)
         run = Run(
             task,
             config,
             run_dir,
-            tokenizer,
+            found.tokenizer,
             examples,
             held_out,
             references,
             held_out_references,
-            sampler,
+            found.sampler,
             total,
             engine,
             display,
             writer,
             tracking,
             stop,
-            time_limit(config.trainer.max_runtime if is_first else None, run_dir),
-            step=state["step"],
-            resumed_step=state["step"],
+            begins.limit,
+            step=begins.step,
+            resumed_step=begins.step,
+            saved_step=begins.saved_step,
         )
-        if checkpoint and checkpoint.path.parent == run_dir:
-            run.saved_step = run.step
         stop.where = lambda: display.where(run.step)
         yield run
 
 
-@contextmanager
-def _refused() -> Iterator[None]:
-    """Refuse the run if its model cannot be used."""
-    try:
-        yield
-    except ModelError as error:
-        raise RunRefused(str(error)) from error
-
-
-def find_checkpoint(
-    config: TuningConfig, run_dir: Path, warn: Callable[[str], None], clean: bool = True
-) -> tuple[Checkpoint | None, dict[str, Any]]:
-    """Find the checkpoint to resume from, and compare its settings. Return it with its state.
-
-    Args:
-        clean: as in `checkpoints.newest`.
-
-    Raises:
-        RunRefused: settings differ. CheckpointError: see `checkpoints.find`.
-    """
-    trainer = config.trainer
-    found = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warn, clean)
-    if found is None:
-        return None, {"step": 0}
-    state = found.state()
-    for line in refuse_changes(critical_settings(config), state["critical"]):
-        warn(line)
-    return found, state
+def _open_outputs(
+    found: Preflight, text: str, writer: RetryingWriter, say: Callable[[str], None]
+) -> Tracking:
+    record_config(found, text, writer, say)
+    return open_tracking(found, text, writer, say)
 
 
 def _data_text(
@@ -386,47 +313,6 @@ def _data_text(
         f"{len(examples)} examples with {tokens} tokens, {trained} of them trained{more}; "
         f"{steps} steps of {batch * size} examples"
     )
-
-
-def _open_tracking(
-    loaded: Loaded,
-    task: Task,
-    run_dir: Path,
-    state: dict[str, Any],
-    earlier: Path | None,
-    writer: RetryingWriter,
-    say: Callable[[str], None],
-) -> Tracking:
-    """Write config.yaml, say which keys changed, and open metrics.jsonl and the trackers.
-
-    A checkpoint is written before its step's line. If a kill came between the two, the line is
-    written from the checkpoint. earlier: run directory of the checkpoint to resume from.
-    """
-    trainer = loaded.config.trainer
-    text = dump(loaded, task.command)
-    if earlier is not None:
-        for line in changed_keys(earlier, text):
-            say(f"changed since the checkpoint's run: {line}")
-    try:
-        write_config(run_dir, text, state["step"], writer)
-        tracking = Tracking(
-            trainer.logger,
-            run_dir,
-            trainer.project_name,
-            trainer.experiment_name,
-            yaml.safe_load(text),
-            writer,
-            resumed_step=state["step"],
-            say=say,
-        )
-    except OSError as error:
-        raise RunRefused(
-            f"trainer.default_local_dir={run_dir}: a file of an earlier run cannot be renamed: "
-            f"{error}. Choose another directory."
-        ) from error
-    if state["step"]:
-        tracking.file.write_missing(state["step"], state["metrics"])
-    return tracking
 
 
 def on_first_rank(function: Callable[[], _T]) -> _T:

@@ -18,9 +18,10 @@ from verlite.config.sft import TuningConfig
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.sft.batch import build_batch
-from verlite.sft.data import Example, read_examples
+from verlite.sft.data import Example, columns, row_examples
 from verlite.sft.run import Run, Task, save
 from verlite.sft.samples import keep_samples
+from verlite.trainer.preflight import SFT
 
 VALIDATION_ROWS = 512
 """Examples of a rank that are in memory as one batch in a validation."""
@@ -155,7 +156,9 @@ def judge(
 
 
 TASK = Task(
-    read=read_examples,
+    kind=SFT,
+    columns=columns,
+    examples_of=row_examples,
     sources=("sft",),
     loss=lambda config: sft_loss,
     judge=judge,

@@ -1,18 +1,16 @@
 """Build a run and tear it down: everything of the launch that needs torch.
 
-`open_run` turns the result of `launch.preflight` into a `Run`; `finalize` writes the Hugging Face
+`open_run` turns a `launch.Launch` into a `Run`; `finalize` writes the Hugging Face
 export after the last step and chooses the exit code.
 """
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.compile import advantage_spec, role_spec
@@ -26,98 +24,66 @@ from verlite.files import RetryingWriter, free_text
 from verlite.spec import catalog
 from verlite.spec.roles import TrainingRole
 from verlite.trainer import exports, run_file
-from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
+from verlite.trainer.checkpoints import Checkpoint, CheckpointError
 from verlite.trainer.detectors import WARNINGS, Detectors, ignored
 from verlite.trainer.display import Display
 from verlite.trainer.ending import reported_first
-from verlite.trainer.errors import RunRefused
-from verlite.trainer.exports import already_complete, exported_step, install_export
+from verlite.trainer.exports import install_export
 from verlite.trainer.finish import forget_warnings, save
-from verlite.trainer.inputs import (
-    check_functions,
-    data_lines,
-    load_datasets,
-    load_environment,
-    load_policy_tokenizer,
-    make_sampler,
+from verlite.trainer.launch import Launch, connect_ray, plan_on, reserve_devices
+from verlite.trainer.opening import (
+    Beginning,
+    beginning,
+    open_tracking,
+    record_config,
+    replacing_outputs,
+    resumed_text,
 )
-from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
-from verlite.trainer.reference import check_shape, check_weights
+from verlite.trainer.preflight import LIBRARIES, walk
+from verlite.trainer.reference import check_weights
 from verlite.trainer.run import Run, StepState
-from verlite.trainer.segments import changed_keys, write_config
-from verlite.trainer.time_limit import time_limit
-from verlite.trainer.tracking import METRICS, Tracking, read_lines
+from verlite.trainer.tracking import METRICS, read_lines
 from verlite.workers.roles import ROLES
 
 
 @contextmanager
-def open_run(checks: Preflight) -> Iterator[Run]:
-    """Build everything, in the order that fails earliest: tokenizer, prompts, Ray cluster, workers.
+def open_run(launch: Launch) -> Iterator[Run]:
+    """Do the remaining checks, and build everything: Ray cluster, workers, trackers.
 
     Trackers, display and Ray are closed when the context ends.
 
     Raises:
-        RunRefused: the model, the environment or a function of the algorithm cannot be loaded.
-        AlreadyComplete: the checkpoint to resume from is from the last step.
-        CheckpointError, DataError: before any worker is built.
+        REFUSED, AlreadyComplete, CheckpointError: see `preflight.walk`; before any worker is built.
     """
-    config = checks.config
-    plan = checks.plan
-    run_dir = Path(config.trainer.default_local_dir)
-    state: dict[str, Any] = {"step": 0}
-    if checks.checkpoint:
-        state = checks.checkpoint.state()
-    stop, display = checks.stop, checks.display
+    found, stop, display = launch.found, launch.stop, launch.display
+    config, plan, run_dir, state = found.config, found.plan, found.run_dir, found.state
     with ExitStack() as stack, reported_first(stop, run_dir):
         stack.callback(display.close)
-        check_functions(config)
-        model = config.actor_rollout_ref.model
-        tokenizer, described = load_policy_tokenizer(model)
-        if checks.service:
-            check_shape(checks.service, described, model.path)
-        env_factory = load_environment(config, plan, tokenizer)
         with display.phase("reading prompts"):
-            train_data, val_data = load_datasets(
-                config, plan, (checks.train, checks.val), tokenizer, described, env_factory
-            )
-        sampler = make_sampler(config, plan, train_data)
-        if checks.checkpoint:
-            try:
-                sampler.load_state_dict(state["sampler"])
-            except ValueError as error:
-                raise ResumeRefused(f"{checks.checkpoint.path / STATE}: {error}") from error
-        _, total_steps = plan.steps(sampler.size)
+            walk(found, LIBRARIES)
+        assert found.total_steps is not None
+        total_steps = found.total_steps
         run_file.plan(run_dir, total_steps)
-        stop_if_complete(config, run_dir, state, total_steps)
 
         several = config.actor_rollout_ref.rollout.n > 1
         groups = several and catalog.compares(config.algorithm.adv_estimator)
         display.begin(total_steps, state["step"], groups)
-        for line in data_lines(
-            tokenizer, train_data, val_data, config.data.apply_chat_template_kwargs
-        ):
+        for line in found.findings.seen:
             display.info(line)
-        for text in checks.warnings:
+        for text in found.findings.warnings:
             display.warn(text)
         writer = RetryingWriter(display.warn)
         stack.callback(writer.close)
-        if checks.checkpoint:
-            for line in changed_keys(checks.checkpoint.path.parent, checks.config_yaml):
-                display.info(f"changed since the checkpoint's run: {line}")
-        try:
-            write_config(run_dir, checks.config_yaml, state["step"], writer)
-        except OSError as error:
-            raise RunRefused(f"{run_dir}: {error}. Choose another directory.") from error
+        record_config(found, launch.config_yaml, writer, display.info)
 
         with display.phase("starting workers"):
-            placement = checks.placement
+            placement = launch.placement
             if placement is None:
                 address = config.ray_kwargs.ray_init.address
                 cluster = stack.enter_context(connect_ray(config, plan, address, stop))
-            if placement is None:
                 plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
-            display.show_plan(plan.with_rows(sampler.size))
+            display.show_plan(plan.with_rows(found.sampler.size))
             placement.cluster.supervisor.ranks.warn = display.warn
             if config.trainer.debug:
                 display.info(debug_text(placement.cluster.debugger))
@@ -127,20 +93,23 @@ def open_run(checks: Preflight) -> Iterator[Run]:
                 config,
                 plan,
                 plan.total_training_steps or total_steps,
-                checks.checkpoint,
+                found.checkpoint,
                 display,
             )
 
-        tracking = open_tracking(checks, state, writer, display.info)
+        tracking = open_tracking(found, launch.config_yaml, writer, display.info)
+        with replacing_outputs(found):
+            forget_warnings(run_dir / WARNINGS, state["step"], writer)
         stack.callback(tracking.finish)
+        begins = beginning(found)
         run = Run(
             config=config,
             plan=plan,
             run_dir=run_dir,
-            tokenizer=tokenizer,
-            train_data=train_data,
-            val_data=val_data,
-            sampler=sampler,
+            tokenizer=found.tokenizer,
+            train_data=found.data["train"],
+            val_data=found.data.get("val"),
+            sampler=found.sampler,
             total_steps=total_steps,
             advantage=advantage_spec(config),
             workers=workers,
@@ -149,20 +118,20 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             tracking=tracking,
             display=display,
             stop=stop,
-            limit=time_limit(config.trainer.max_runtime, run_dir),
-            env_factory=env_factory,
+            limit=begins.limit,
+            env_factory=found.env_factory,
             detectors=Detectors(
                 config.trainer.detect,
-                earlier_metrics(run_dir, state["step"]),
-                ignored(groups, cuts_prompts=train_data.report().truncated > 0),
+                earlier_metrics(run_dir, begins.step),
+                ignored(groups, cuts_prompts=found.data["train"].report().truncated > 0),
             ),
-            service=checks.service,
+            service=found.service,
         )
-        if checks.service:
-            step = state["step"]
-            check_weights(config, checks.service, run_dir, step, run.actor.describe)
-        if checks.checkpoint:
-            restore(run, checks.checkpoint, state)
+        if found.service:
+            check_weights(config, found.service, run_dir, begins.step, run.actor.describe)
+        if found.checkpoint:
+            restore(run, begins, state)
+            display.info(resumed_text(found))
         stop.where = lambda: run.where
         stop.must_save = lambda: run.must_save
         stop.on_defer = lambda name: display.info(
@@ -183,61 +152,6 @@ def debug_text(debugger: str) -> str:
         f"check on ground-truth answers. Time limits are lifted: {', '.join(LIFTED)}, and those of "
         "collectives"
     )
-
-
-def stop_if_complete(
-    config: Config, run_dir: Path, state: dict[str, Any], total_steps: int
-) -> None:
-    """End here if the checkpoint is from the last step and its export exists.
-
-    A run that was killed between its last checkpoint and the export is opened again to write the
-    export.
-
-    Raises:
-        AlreadyComplete: nothing is left to do.
-    """
-    step = state["step"]
-    trainer = config.trainer
-    if step < total_steps or trainer.val_only:
-        return
-    if trainer.export_hf and exported_step(run_dir) != step:
-        return
-    raise already_complete(run_dir, state, total_steps)
-
-
-def open_tracking(
-    checks: Preflight, state: dict[str, Any], writer: RetryingWriter, say: Callable[[str], None]
-) -> Tracking:
-    """Open metrics.jsonl and the trackers.
-
-    A checkpoint is written before its step's line, so a kill may have come between the two. The
-    line is then written from the checkpoint.
-
-    Raises:
-        RunRefused: an earlier run's metrics.jsonl or warnings.jsonl can be neither read nor
-            renamed.
-    """
-    trainer = checks.config.trainer
-    try:
-        tracking = Tracking(
-            trainer.logger,
-            Path(trainer.default_local_dir),
-            trainer.project_name,
-            trainer.experiment_name,
-            yaml.safe_load(checks.config_yaml),
-            writer,
-            resumed_step=state["step"],
-            say=say,
-        )
-        forget_warnings(Path(trainer.default_local_dir) / WARNINGS, state["step"], writer)
-    except OSError as error:
-        raise RunRefused(
-            f"trainer.default_local_dir={trainer.default_local_dir}: a file of an earlier run "
-            f"cannot be renamed: {error}. Choose another directory."
-        ) from error
-    if checks.checkpoint:
-        tracking.file.write_missing(state["step"], state["metrics"])
-    return tracking
 
 
 def earlier_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
@@ -303,21 +217,20 @@ def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLC
     return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.horizon)
 
 
-def restore(run: Run, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Restore the driver's state: step, KL coefficient, weight version.
+def restore(run: Run, begins: Beginning, state: dict[str, Any]) -> None:
+    """Restore the driver's state from a checkpoint: step, KL coefficient, weight version.
 
     Workers load their own parts.
 
     A fixed KL coefficient comes from the configuration, not from the checkpoint.
     """
-    run.current = StepState(number=state["step"])
-    run.resumed_step = run.step
+    run.current = StepState(number=begins.step)
+    run.resumed_step = begins.step
     # The first sync gives the engines the saved weights again, under the version that they had.
     run.version = state["version"] - 1
-    run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0
+    run.saved_step = begins.saved_step
     if run.config.algorithm.kl_ctrl.type == "adaptive":
         run.kl.load_state_dict(state["kl_controller"])
-    run.display.info(f"resumed from {checkpoint.path} (step {run.step} of {run.total_steps})")
 
 
 def finalize(run: Run) -> int:

@@ -31,6 +31,10 @@ class ServiceMissing(RunRefused):
     reward service, or the tools of its environment."""
 
 
+class HubMissing(RunRefused):
+    """A model is a name on the hub, which cannot be reached from here."""
+
+
 class AlreadyComplete(Exception):
     """There is nothing left to train: the checkpoint to resume from is from the last step."""
 

@@ -127,9 +127,11 @@ def install_export(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def already_complete(run_dir: Path, state: dict[str, Any], total_steps: int) -> AlreadyComplete:
-    """Return the exception for a checkpoint of the last step, whose line of metrics.jsonl is
-    written if a kill came before it."""
+def already_complete(
+    run_dir: Path, state: dict[str, Any], total_steps: int, is_run: bool = True
+) -> AlreadyComplete:
+    """Return the exception for a checkpoint of the last step. A run writes its line of
+    metrics.jsonl if a kill came before it."""
     step = state["step"]
     lines = [f"already complete: {run_dir} has a checkpoint of step {step} of {total_steps}"]
     if step > total_steps:
@@ -141,9 +143,10 @@ def already_complete(run_dir: Path, state: dict[str, Any], total_steps: int) -> 
         "To train longer, raise trainer.total_training_steps or total_epochs. To start over, use "
         "trainer.resume_mode=disable or another trainer.experiment_name."
     )
-    writer = RetryingWriter(lines.append)
-    MetricsFile(run_dir / METRICS, writer, step).write_missing(step, state["metrics"])
-    writer.close()
+    if is_run:
+        writer = RetryingWriter(lines.append)
+        MetricsFile(run_dir / METRICS, writer, step).write_missing(step, state["metrics"])
+        writer.close()
     return AlreadyComplete("\n".join(lines))
 
 

@@ -1,7 +1,5 @@
-"""The reference service at the start of a run: does it answer, and does it have the right model?
-
-torch is imported in functions: the first of them runs before torch is loaded.
-"""
+"""Whether the reference service has the policy's weights. Whether it answers, and its model has the
+right shape, is checked before (`checks.reference_service`)."""
 
 import json
 from collections.abc import Callable
@@ -11,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verlite.config.compile import service_spec
-from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.engine.reference_client import (
     ReferenceUnavailable,
     WrongReference,
-    check,
     log_probs,
 )
 from verlite.engine.reference_wire import ModelInfo
 from verlite.files import replace_file
 from verlite.spec.roles import ServiceSpec
-from verlite.trainer.errors import RunRefused, ServiceMissing
+from verlite.trainer.errors import RunRefused
 
 if TYPE_CHECKING:
     from verlite.weights.probe import Probe
@@ -32,53 +28,6 @@ RECORD = "reference.json"
 """File in the run directory: what the service has told of its model at the first start."""
 GAP_LIMIT = 0.05
 """As rollout.log_prob_gap_limit, from which `probe_limit` derives the probe's."""
-
-
-def find_service(config: Config, plan: Plan, warn: Callable[[str], None]) -> ModelInfo | None:
-    """Ask the service for its model. None: the run has no service.
-
-    Raises:
-        ServiceMissing: it does not answer.
-        RunRefused: it cannot take the run's longest sequence.
-    """
-    if not plan.reference_urls:
-        return None
-    try:
-        info, warning = check(service_spec(ServiceSpec, config.actor_rollout_ref.ref))
-    except ReferenceUnavailable as error:
-        raise ServiceMissing(str(error)) from error
-    except WrongReference as error:
-        raise RunRefused(str(error)) from error
-    if warning:
-        warn(warning)
-    if info.max_length < plan.longest_sequence:
-        raise RunRefused(
-            f"{URL}: the service's model {info.name} takes sequences of up to {info.max_length} "
-            f"tokens; samples of this run may have {plan.longest_sequence}"
-        )
-    return info
-
-
-def check_shape(info: ModelInfo, model_config: Any, path: str) -> None:
-    """Compare the service's model with the run's config.json.
-
-    model_config: the run's, as transformers loads it. path: of the run's model.
-
-    Raises:
-        RunRefused: vocabulary, layers or another size differ.
-    """
-    text = model_config.get_text_config()
-    different = [
-        f"{name} {value} instead of {getattr(text, name)}"
-        for name, value in info.shape.items()
-        if hasattr(text, name) and getattr(text, name) != value
-    ]
-    if different:
-        raise RunRefused(
-            f"{URL}: the service has another model, {info.name}, than "
-            f"actor_rollout_ref.model.path={path}: {', '.join(different)}. Start it with "
-            f"--model_path {path}"
-        )
 
 
 def check_weights(

@@ -73,11 +73,14 @@ def service(rollout: GenerationSpec) -> Service:
     )
 
 
-def check(rollout: GenerationSpec, needs: Needs, say: Callable[[str], None]) -> str | None:
+def check(
+    rollout: GenerationSpec, needs: Needs, say: Callable[[str], None], waits: bool = True
+) -> str | None:
     """Ask every server for its settings. Waits rollout.server_wait_s for the first answer.
 
     Args:
         say: prints that it waits.
+        waits: False: ask once.
 
     Returns:
         A warning about the servers that do not answer; None if all do.
@@ -86,10 +89,12 @@ def check(rollout: GenerationSpec, needs: Needs, say: Callable[[str], None]) -> 
         NoServer: none answers in time.
         ValueError: a server cannot be used for this run, or the token cannot be read.
     """
-    return asyncio.run(_check(rollout, needs, say))
+    return asyncio.run(_check(rollout, needs, say, waits))
 
 
-async def _check(rollout: GenerationSpec, needs: Needs, say: Callable[[str], None]) -> str | None:
+async def _check(
+    rollout: GenerationSpec, needs: Needs, say: Callable[[str], None], waits: bool
+) -> str | None:
     began, has_said = time.monotonic(), False
     async with Client(service(rollout)) as client:
         servers = [
@@ -105,7 +110,7 @@ async def _check(rollout: GenerationSpec, needs: Needs, say: Callable[[str], Non
                     f"{KEY}: not in use as long as they do not answer: {each}" if silent else None
                 )
             limit = f"actor_rollout_ref.rollout.server_wait_s={rollout.server_wait_s:g}"
-            if 0 <= rollout.server_wait_s <= time.monotonic() - began:
+            if not waits or 0 <= rollout.server_wait_s <= time.monotonic() - began:
                 raise NoServer(
                     f"no generation server answers within {limit}: {each}. Start them "
                     f"(`verlite serve generation`), or correct {KEY}"

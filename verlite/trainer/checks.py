@@ -1,0 +1,368 @@
+"""Checks of RL training alone (rows of `preflight.CHECKS`).
+
+torch is imported in functions: the first of them run before it is loaded.
+"""
+
+import functools
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from verlite.chat_template import limited
+from verlite.config.compile import (
+    data_spec,
+    env_spec,
+    generation_spec,
+    model_spec,
+    scorer_spec,
+    service_spec,
+)
+from verlite.config.plan import scores_remotely
+from verlite.config.schema import ModelConfig
+from verlite.controller import head
+from verlite.data.dataset import (
+    DataError,
+    PromptDataset,
+    RowFiles,
+    overlap_note,
+    refuse_foreign_tokens,
+)
+from verlite.data.sampler import PromptSampler, own_order
+from verlite.engine import reference_client
+from verlite.engine.reference_client import ReferenceUnavailable, WrongReference
+from verlite.envs.chat import TemplateError
+from verlite.envs.factory import build_env_factory, check_env_factory, encoder
+from verlite.envs.step import Step, ToolError
+from verlite.files import read_json
+from verlite.http.token import TokenError
+from verlite.rewards import environment as environment_reward
+from verlite.rewards.process import FunctionError
+from verlite.rewards.scorer import Scorer
+from verlite.rollout.servers import fit
+from verlite.rollout.servers.fit import Needs, NoServer
+from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
+from verlite.spec.roles import ServiceSpec
+from verlite.trainer.common_checks import compare_small_copy, tokenizer_of
+from verlite.trainer.disk import disk_warning
+from verlite.trainer.errors import RunRefused, ServiceMissing
+from verlite.trainer.preflight import Preflight
+from verlite.trainer.reference import URL
+
+ANSWERS_TO_CHECK = 8
+"""Ground-truth answers on which the reward function is tried before the run."""
+
+
+def rows(found: Preflight, split: str) -> None:
+    """Read the files of a split. A data set written for verl needs the tokenizer."""
+    data = found.config.data
+    files = data.train_files if split == "train" else data.val_files
+    if split == "train" or files:
+        needed = functools.partial(tokenizer_of, found)
+        found.rows[split] = RowFiles(files, data_spec(data), split, found.first, needed)
+
+
+def reward_function(found: Preflight) -> None:
+    """Load the reward function and try it on ground-truth answers, or ask the reward service.
+
+    With trainer.debug it is only loaded: breakpoint() must not stop in it here. This scorer is only
+    for the check; each rollout worker has its own.
+
+    Raises:
+        UnknownDataSource: a data source has no scorer.
+        DataError: a row for a built-in scorer has no ground truth.
+        FunctionError: the user's function cannot be loaded, or has the wrong parameters.
+        ServiceMissing: the reward service does not answer.
+        RunRefused: the variable with the service's token is not set.
+    """
+    config = found.config
+    sources = [source for files in found.rows.values() for source in files.data_sources()]
+    try:
+        scorer = Scorer(scorer_spec(config.custom_reward_function, config.reward))
+    except TokenError as error:
+        raise RunRefused(str(error)) from error
+    with closing(scorer):
+        if scores_remotely(config.reward):
+            try:
+                warning = scorer.check_service()
+            except FunctionError as error:
+                raise ServiceMissing(str(error)) from error
+            found.findings.warnings += [warning] if warning else []
+            return
+        scorer.check_signature(sources)
+        if config.custom_reward_function.path is None:
+            refuse_missing_answers(*found.rows.values())
+        by_environment = config.custom_reward_function.path == environment_reward.NAME
+        if config.trainer.debug or by_environment or not config.reward.check_ground_truth:
+            return
+        warning = scorer.self_check(found.rows["train"].answers(ANSWERS_TO_CHECK)).warning()
+        found.findings.warnings += [warning] if warning else []
+
+
+def refuse_missing_answers(*splits: RowFiles) -> None:
+    """Raise DataError if a row has no ground truth, which built-in scorers compare with."""
+    for files in splits:
+        name = files.without_answer()
+        if name:
+            raise DataError(
+                f"{name}: reward_model.ground_truth is null, and the built-in scorers compare "
+                "responses with it. Give the answer, drop the row, or score with "
+                "custom_reward_function.path"
+            )
+
+
+def disk_space(found: Preflight) -> None:
+    """Warn if the disk has too little space for the checkpoints."""
+    warning = disk_warning(found.config, found.plan, found.rows["train"].in_files)
+    found.findings.warnings += [warning] if warning else []
+
+
+def tools(found: Preflight) -> None:
+    """Ask the environment whether its tools answer. Raises ServiceMissing, RunRefused."""
+    if not found.plan.max_turns:
+        return
+    try:
+        warning = check_env_factory(build_env_factory(env_spec(found.config)))
+    except ToolError as error:
+        raise ServiceMissing(str(error)) from error
+    except ValueError as error:
+        raise RunRefused(str(error)) from error
+    found.findings.warnings += [warning] if warning else []
+
+
+def reference_service(found: Preflight) -> None:
+    """Ask the reference service for its model.
+
+    Raises:
+        ServiceMissing: it does not answer.
+        RunRefused: it cannot take the run's longest sequence.
+    """
+    plan = found.plan
+    if not plan.reference_urls:
+        return
+    try:
+        info, warning = reference_client.check(
+            service_spec(ServiceSpec, found.config.actor_rollout_ref.ref)
+        )
+    except ReferenceUnavailable as error:
+        raise ServiceMissing(str(error)) from error
+    except WrongReference as error:
+        raise RunRefused(str(error)) from error
+    found.findings.warnings += [warning] if warning else []
+    if info.max_length < plan.longest_sequence:
+        raise RunRefused(
+            f"{URL}: the service's model {info.name} takes sequences of up to {info.max_length} "
+            f"tokens; samples of this run may have {plan.longest_sequence}"
+        )
+    found.service = info
+
+
+def reference_model(found: Preflight) -> None:
+    """Compare the reference service's model with the run's config.json. Raises RunRefused:
+    vocabulary, layers or another size differ."""
+    info, path = found.service, found.model.path
+    if info is None:
+        return
+    text = found.described.get_text_config()
+    different = [
+        f"{name} {value} instead of {getattr(text, name)}"
+        for name, value in info.shape.items()
+        if hasattr(text, name) and getattr(text, name) != value
+    ]
+    if different:
+        raise RunRefused(
+            f"{URL}: the service has another model, {info.name}, than "
+            f"actor_rollout_ref.model.path={path}: {', '.join(different)}. Start it with "
+            f"--model_path {path}"
+        )
+
+
+def generation_servers(found: Preflight) -> None:
+    """Ask the generation servers, if the run has any, whether they fit the run. A run waits for
+    them.
+
+    Raises:
+        ServiceMissing: none answers within rollout.server_wait_s.
+        RunRefused: one cannot be used.
+    """
+    config, plan = found.config, found.plan
+    if not plan.servers:
+        return
+    # With device=auto a joined cluster decides the device, and that the default of the dtype.
+    dtype = None if config.trainer.device == "auto" else plan.rollout_dtype
+    policy = config.actor_rollout_ref
+    needs = Needs(plan.max_model_len, vocab_size(policy.model), dtype)
+    try:
+        spec = generation_spec(policy.rollout, policy.model)
+        warning = fit.check(spec, needs, found.say, waits=found.is_run)
+    except NoServer as error:
+        raise ServiceMissing(str(error)) from error
+    except ValueError as error:
+        raise RunRefused(str(error)) from error
+    found.findings.warnings += [warning] if warning else []
+
+
+def ray_cluster(found: Preflight) -> None:
+    """Find the Ray cluster to join. A run waits for it once all checks are done.
+
+    Raises:
+        NoCluster: what answers there cannot be joined. ServiceMissing: it does not answer.
+    """
+    address = found.config.ray_kwargs.ray_init.address
+    found.ray_address = head.find(address)
+    if found.ray_address and not found.is_run:
+        missing = head.missing(found.ray_address, address, cluster_wait_s(found.config))
+        if missing:
+            raise ServiceMissing(missing)
+
+
+def cluster_wait_s(config: Any) -> float:
+    """Return how long a run waits for the cluster, in seconds."""
+    wait_s: float | None = config.ray_kwargs.wait_s
+    return config.trainer.resource_wait_s if wait_s is None else wait_s
+
+
+def estimator(found: Preflight) -> None:
+    """Look up the advantage estimator, which may be the user's own. Raises RunRefused."""
+    _resolve(found.config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
+
+
+def policy_loss(found: Preflight) -> None:
+    """Look up the policy loss, which may be the user's own. Raises RunRefused."""
+    loss_mode = found.config.actor_rollout_ref.actor.policy_loss.loss_mode
+    _resolve(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+def _resolve(name: str, table: Mapping[str, Any], key: str) -> None:
+    try:
+        resolve(name, table, key)
+    except ValueError as error:
+        raise RunRefused(str(error)) from error
+
+
+def trainable_critic(found: Preflight) -> None:
+    """Compare a small copy of the critic with transformers. Raises RunRefused."""
+    if "critic" in found.plan.roles:
+        critic = model_spec(found.config.critic.model, path=found.plan.critic_model_path)
+        compare_small_copy(found, critic, "critic.", "value")
+
+
+def environment(found: Preflight) -> None:
+    """Build the environment factory of multi-turn runs, and encode one observation.
+
+    Raises:
+        RunRefused: the environment does not exist, the chat template does not support its tools, or
+            `data.max_obs_length` leaves no room for an observation.
+    """
+    if not found.plan.max_turns:
+        return
+    config = found.config
+    limit = config.data.max_obs_length
+    try:
+        factory = build_env_factory(env_spec(config))
+        encode = encoder(factory, found.tokenizer, config.data.apply_chat_template_kwargs)
+        before, after = factory.around
+        encode(Step("gizmo " * limit, before, after), [], limit)
+    except (TemplateError, ValueError) as error:
+        raise RunRefused(str(error)) from error
+    found.env_factory = factory
+
+
+def prompts(found: Preflight, split: str) -> None:
+    """Tokenize and measure the prompts. Say how many, how long, in both splits, and what the chat
+    template lacks. Raises DataError."""
+    if split not in found.rows:
+        return
+    config, plan = found.config, found.plan
+    limit = (plan.longest_prompt_key, plan.longest_prompt)
+    tools = found.env_factory.tools if found.env_factory else ()
+    spec = data_spec(config.data)
+    data = PromptDataset(found.rows[split], found.tokenizer, spec, split, limit, tools)
+    found.data[split] = data
+    lines: list[str | None] = [str(data.report())]
+    if split == "train":
+        lines.append(template_remark(found.tokenizer, config.data.apply_chat_template_kwargs))
+    elif "train" in found.data:
+        lines.append(overlap_note(found.data["train"], data))
+    found.findings.seen += filter(None, lines)
+
+
+def tokens(found: Preflight, split: str) -> None:
+    """Refuse prompts with tokens that the model does not have. Raises DataError."""
+    from verlite.engine import folder
+
+    count = folder.vocab_size(found.described)
+    if split in found.data and count is not None:
+        refuse_foreign_tokens(found.data[split], count)
+
+
+def order(found: Preflight) -> None:
+    """Make the order of the training prompts, the user's own (data.sampler) or a permutation.
+
+    If only the first rows were read, a batch may be as large as them: the run has more.
+
+    Raises:
+        DataError: data.sampler cannot be used, or there is not one full batch.
+    """
+    data, plan, train = found.config.data, found.plan, found.data["train"]
+    own = own_order(data_spec(data), train)
+    size = len(train) if own is None else len(own(0))
+    batch = plan.gen_prompts
+    found.is_whole = not train.report().in_files
+    if not found.is_whole:
+        batch = min(batch, size)
+    found.sampler = PromptSampler(size, batch, data.seed, data.shuffle, plan.gen_prompts_key, own)
+
+
+def template_remark(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
+    """Return what the chat template lacks. options: data.apply_chat_template_kwargs."""
+    if tokenizer.chat_template is None:
+        return (
+            "the tokenizer has no chat template, so a prompt is the text of its messages, joined "
+            "by newlines. For a chat model set actor_rollout_ref.model.custom_chat_template"
+        )
+    header = missing_header(tokenizer, options)
+    if not header:
+        return None
+    return (
+        f"the chat template begins a message of the assistant with {header!r}, but "
+        "add_generation_prompt does not add it: the model is asked without it. Correct the "
+        "template (actor_rollout_ref.model.custom_chat_template)"
+    )
+
+
+def missing_header(tokenizer: Any, options: Mapping[str, Any]) -> str:
+    """Return what the chat template writes before a message of the assistant and the prompts lack.
+
+    "" if there is nothing, or if the template cannot show it.
+
+    Args:
+        options: data.apply_chat_template_kwargs.
+    """
+    question = {"role": "user", "content": "gizmo"}
+    answer = {"role": "assistant", "content": "widget"}
+
+    def rendered(*messages: Mapping[str, str], prompt: bool = False) -> str:
+        with limited(tokenizer):
+            text: str = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, **{**options, "add_generation_prompt": prompt}
+            )
+        return text
+
+    try:
+        asked = rendered(question)
+        header, found, _ = rendered(question, answer).removeprefix(asked).partition("widget")
+        missing = found and header.strip() and rendered(question, prompt=True) == asked
+    except Exception:  # what is wrong with the template is said where the prompts are made
+        return ""
+    return header if missing else ""
+
+
+def vocab_size(model: ModelConfig) -> int | None:
+    """Return the vocabulary's size by the model's config.json; None if that does not say it."""
+    try:
+        values = read_json(Path(model.path) / "config.json")
+        size = values.get("text_config", values)["vocab_size"]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return size if isinstance(size, int) else None

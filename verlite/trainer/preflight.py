@@ -1,0 +1,238 @@
+"""The preflight: all that is checked before a run starts, as one list.
+
+`walk` runs it. main_ppo, main_sft and main_dpo end with the first problem; `verlite check` goes on
+and notes every one. Nothing else calls these functions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verlite.spec.catalog import load
+from verlite.trainer.checkpoints import Checkpoint, CheckpointError
+from verlite.trainer.errors import REFUSED, AlreadyComplete, HubMissing, ServiceMissing
+
+RL, SFT, DPO = "rl", "sft", "dpo"
+TUNING = (SFT, DPO)
+ALL = (RL, *TUNING)
+SPLITS = ("train", "val")
+ROWS = 1000
+"""Rows of each file that `verlite check` reads and tokenizes."""
+
+DIRECTORY = "directory"
+"""Before the run's log begins."""
+FILES = "files"
+"""Without torch. main_ppo then starts Ray, unless it joins an existing cluster."""
+LIBRARIES = "libraries"
+"""With torch and transformers. No cluster is joined and no worker is built before its end."""
+PHASES = (DIRECTORY, FILES, LIBRARIES)
+
+DATA, MODEL, CODE, SERVICES, CLUSTER = "data", "model", "own code", "services", "cluster"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the list."""
+
+    name: str
+    """With {split}, the row stands for one check of the training and one of the validation data."""
+    function: str
+    """Takes a Preflight, and the split if the row has one. Raises what is in REFUSED, adds
+    warnings, and keeps what the run needs."""
+    phase: str
+    commands: tuple[str, ...] = ALL
+    needs: tuple[str, ...] = ()
+    """What it reads or asks."""
+    uses: tuple[str, ...] = ()
+    """Checks whose results it uses. `verlite check` leaves it out if one of them failed."""
+
+
+_RL = "verlite.trainer.checks:"
+_COMMON = "verlite.trainer.common_checks:"
+_TUNING = "verlite.sft.checks:"
+CHECKS = (
+    Check("run directory", _COMMON + "run_directory", DIRECTORY),
+    Check("checkpoint", _COMMON + "checkpoint", FILES, ALL, (DATA, MODEL, CODE)),
+    Check("{split} rows", _RL + "rows", FILES, (RL,), (DATA, CODE)),
+    Check("{split} rows", _TUNING + "rows", FILES, TUNING, (DATA,)),
+    Check(
+        *("reward function", _RL + "reward_function", FILES, (RL,), (CODE, SERVICES)),
+        uses=("train rows", "val rows"),
+    ),
+    Check("disk space", _RL + "disk_space", FILES, (RL,), uses=("train rows",)),
+    Check("tools", _RL + "tools", FILES, (RL,), (CODE, SERVICES)),
+    Check("reference service", _RL + "reference_service", FILES, (RL,), (SERVICES,)),
+    Check("generation servers", _RL + "generation_servers", FILES, (RL,), (SERVICES,)),
+    Check("Ray cluster", _RL + "ray_cluster", FILES, (RL,), (CLUSTER,)),
+    Check("estimator", _RL + "estimator", LIBRARIES, (RL,), (CODE,)),
+    Check("policy loss", _RL + "policy_loss", LIBRARIES, (RL,), (CODE,)),
+    Check("model configuration", _COMMON + "model_configuration", LIBRARIES, ALL, (MODEL,)),
+    Check("tokenizer", _COMMON + "tokenizer", LIBRARIES, ALL, (MODEL,)),
+    Check(
+        *("reference model", _RL + "reference_model", LIBRARIES, (RL,)),
+        uses=("reference service", "model configuration"),
+    ),
+    Check("trainable model", _COMMON + "trainable_model", LIBRARIES, ALL, (MODEL,)),
+    Check("trainable critic", _RL + "trainable_critic", LIBRARIES, (RL,), (MODEL,)),
+    Check("environment", _RL + "environment", LIBRARIES, (RL,), (CODE,), ("tokenizer",)),
+    Check(
+        *("{split} prompts", _RL + "prompts", LIBRARIES, (RL,)),
+        uses=("{split} rows", "tokenizer", "environment"),
+    ),
+    Check(
+        *("{split} examples", _TUNING + "examples", LIBRARIES, TUNING),
+        uses=("{split} rows", "tokenizer"),
+    ),
+    Check("order", _TUNING + "order", LIBRARIES, TUNING, uses=("train rows",)),
+    Check(
+        *("room for {split} rows", _TUNING + "room", LIBRARIES, TUNING), uses=("{split} examples",)
+    ),
+    Check(
+        *("positions of {split} tokens", _TUNING + "positions", LIBRARIES, TUNING),
+        uses=("{split} examples", "model configuration"),
+    ),
+    Check(
+        *("{split} tokens", _RL + "tokens", LIBRARIES, (RL,)),
+        uses=("{split} prompts", "model configuration"),
+    ),
+    Check(
+        *("{split} tokens", _TUNING + "tokens", LIBRARIES, TUNING),
+        uses=("{split} examples", "model configuration"),
+    ),
+    Check("order", _RL + "order", LIBRARIES, (RL,), (CODE,), ("train prompts",)),
+    Check("position", _COMMON + "position", LIBRARIES, uses=("checkpoint", "order")),
+    Check("steps left", _COMMON + "steps_left", LIBRARIES, uses=("checkpoint", "order")),
+)
+"""In the order of the walk: cheap checks first, and each one after those that it uses."""
+
+
+@dataclass
+class Findings:
+    """What was found, as sentences that may lack the period."""
+
+    seen: list[str] = field(default_factory=list)
+    """What the data look like."""
+    warnings: list[str] = field(default_factory=list)
+    """What a run warns about, and what could not be tried here."""
+    missing: list[str] = field(default_factory=list)
+    """What does not answer now. A run would not start until it does."""
+    errors: list[str] = field(default_factory=list)
+    """Why a run would be refused, in its own words."""
+
+    def add(self, error: Exception) -> None:
+        """Add what a run would end with."""
+        if isinstance(error, AlreadyComplete):
+            self.warnings.append(str(error))
+        elif isinstance(error, ServiceMissing):
+            self.missing.append(f"{error}. A run refuses to start until then")
+        elif str(error) not in self.errors:  # several checks load one model
+            self.errors.append(str(error))
+
+    def verdict(self, has_notes: bool = False) -> str:
+        """Return the last line that `verlite check` prints if there are no errors."""
+        if self.missing:
+            return "The configuration is fine, but a run would not start now. See the notes above."
+        if self.warnings or has_notes:
+            return "The configuration is fine. See the notes above."
+        return "The configuration is fine."
+
+
+@dataclass
+class Preflight:
+    """What the checks of one command are given, and what they have found for the run."""
+
+    command: str
+    """RL, SFT or DPO."""
+    config: Any
+    """The whole configuration, with absolute paths."""
+    run_dir: Path
+    model: Any
+    """The section of the model to train."""
+    section: str
+    """What stands before `model.` in its keys."""
+    settings: Callable[[], dict[str, Any]]
+    """The settings that must not change on resume."""
+    first: int | None = None
+    """Rows of each file that are read. None: all, for a run. Else nothing is written."""
+    plan: Any = None
+    """The plan of RL training."""
+    task: Any = None
+    """The task of SFT or DPO."""
+    code: Callable[[], dict[str, str]] = dict
+    """The digests of the user's own files."""
+    exports: bool = True
+    """Whether the run ends with an export of the model."""
+    validates_only: bool = False
+    is_first: bool = True
+    """Whether this is the first of several processes, which writes."""
+    say: Callable[[str], None] = print
+    """Say at once what the run waits for."""
+    on_first_rank: Callable[[Callable[[], Any]], Any] = lambda call: call()
+    """Call a function on the first of several processes, and return its result on all."""
+
+    findings: Findings = field(default_factory=Findings)
+    lock: Any = None
+    """The locked file in the run directory."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint to resume from. None: start from the beginning."""
+    state: dict[str, Any] = field(default_factory=lambda: {"step": 0})
+    """The driver's part of it."""
+    rows: dict[str, Any] = field(default_factory=dict)
+    """Split -> the rows of its files."""
+    service: Any = None
+    """Model of the reference service (ModelInfo). None: the run has none."""
+    ray_address: str | None = None
+    """The Ray cluster to join. None: start one."""
+    described: Any = None
+    """The model's config.json, as transformers loads it."""
+    tokenizer: Any = None
+    env_factory: Any = None
+    """Environment of multi-turn samples. None for single-turn runs."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Split -> its prompts (RL) or examples, as token ids."""
+    sampler: Any = None
+    """The order of the training rows."""
+    is_whole: bool = True
+    """Whether the sampler knows all rows of the run."""
+    total_steps: int | None = None
+    """Steps of the whole run. None: more rows must be read to know it."""
+    failed: set[str] = field(default_factory=set)
+    """Names of checks that failed or were left out."""
+
+    @property
+    def is_run(self) -> bool:
+        return self.first is None
+
+
+def walk(found: Preflight, *phases: str, without: str = "") -> None:
+    """Run the checks of these phases. `without`: leaves out those that need this.
+
+    Raises:
+        REFUSED, AlreadyComplete, CheckpointError: of the first check that fails, in a run. For
+            `verlite check` the findings have all of them.
+    """
+    unreachable: dict[str, list[str]] = {}
+    for check in CHECKS:
+        if check.phase not in phases or found.command not in check.commands:
+            continue
+        for split in SPLITS if "{split}" in check.name else ("",):
+            name = check.name.format(split=split)
+            uses = {used.format(split=split) for used in check.uses}
+            if uses & found.failed or (without and without in check.needs):
+                found.failed.add(name)
+                continue
+            try:
+                load(check.function)(*((found, split) if split else (found,)))
+            except (*REFUSED, AlreadyComplete, CheckpointError) as error:
+                if found.is_run:
+                    raise
+                found.failed.add(name)
+                if isinstance(error, HubMissing):
+                    unreachable.setdefault(str(error), []).append(name)
+                else:
+                    found.findings.add(error)
+    for reason, names in unreachable.items():
+        found.findings.warnings.append(
+            f"{reason}. So {', '.join(names)} and what uses them were not tried"
+        )
