@@ -1,6 +1,7 @@
 """`verlite check` and the training commands refuse the same, in the same words: each check of the
 list fails in both."""
 
+import ast
 import json
 import shutil
 from collections import namedtuple
@@ -17,6 +18,7 @@ import pytest
 import typer
 from transformers import AutoTokenizer
 
+import verlite
 from tests.errors.cases import directory_in_use, one_row, text, write_folder
 from tests.models import tiny_model
 from tests.trainer.runs import driver_state
@@ -28,6 +30,7 @@ from verlite.config.load import compose
 from verlite.config.sft import SFT as SFT_COMMAND
 from verlite.engine.reference_wire import ModelInfo
 from verlite.sft import run as sft_run
+from verlite.spec.catalog import load
 from verlite.trainer import build, checkpoints, checks, disk, launch, opening
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.exports import STEP_FILE
@@ -398,3 +401,68 @@ def test_check_and_command_say_the_same(
     ]
     if failure.kind == "missing":
         assert "a run would not start now" in said
+
+
+def called_checks(module: str, source: str) -> set[str]:
+    """Return the check functions that a module imports or calls, as "module:name"."""
+    functions = {check.function for check in CHECKS}
+    own = {name for home, _, name in (f.partition(":") for f in functions) if home == module}
+    modules: dict[str, str] = {}
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found.add(f"{node.module}:{alias.name}")
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in own:
+            found.add(f"{module}:{node.func.id}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add(f"{modules.get(node.value.id)}:{node.attr}")
+    return found & functions
+
+
+def test_check_functions_are_called_by_the_walk_alone() -> None:
+    root = Path(verlite.__file__).parent
+    for path in root.rglob("*.py"):
+        module = ".".join(["verlite", *path.relative_to(root).with_suffix("").parts])
+        assert called_checks(module, path.read_text()) == set(), path
+    assert all(callable(load(check.function)) for check in CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "function"),
+    [
+        ("a", "from verlite.trainer.checks import tools as t", "verlite.trainer.checks:tools"),
+        ("a", "from verlite.sft import checks\nchecks.room(1)", "verlite.sft.checks:room"),
+        ("verlite.sft.checks", "def f(x):\n    room(x)", "verlite.sft.checks:room"),
+    ],
+)
+def test_a_call_from_elsewhere_is_found(module: str, source: str, function: str) -> None:
+    assert called_checks(module, source) == {function}
+
+
+def test_checks_come_after_those_that_they_use() -> None:
+    """And no check uses one that its command does not have."""
+    for kind in (RL, SFT, DPO):
+        before: list[str] = []
+        for check in CHECKS:
+            if kind in check.commands:
+                assert set(check.uses) <= {*before, "train rows", "val rows", "train prompts"}
+                before.append(check.name)
+        assert len(before) == len(set(before))
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_cluster_that_does_not_answer(
+    made: Path, started: list[str], monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """A run waits for it. check asks once, however long the run would wait."""
+    monkeypatch.chdir(made)
+    address = "ray_kwargs.ray_init.address=127.0.0.1:1"
+    if answers:
+        monkeypatch.setattr("verlite.controller.head._what_is_missing", lambda *given: None)
+    code, said = printed(command_check.check, [*ARGUMENTS[RL], address, "ray_kwargs.wait_s=600"])
+    assert code == 0 and started == []
+    assert ("a run would not start now" in said) == (not answers)
+    assert ("ray_kwargs.wait_s (here 600 s)" in said) == (not answers)
