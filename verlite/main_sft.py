@@ -84,7 +84,7 @@ def leave_interrupted(stop: Stop) -> NoReturn:
 
 def run(loaded: Any, task: Callable[[], "Task"], stop: Stop) -> int:
     """Train, and return the exit code. torch is imported only for a valid configuration."""
-    from verlite.controller.exit_codes import DONE
+    from verlite.control.exit_codes import DONE
     from verlite.sft.run import finalize, open_run
     from verlite.sft.train import train
     from verlite.trainer.ending import report

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from verlite.controller import stop as stop_module
-from verlite.controller.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 
 PROGRAM = """
 import ctypes, os, signal, sys, time

@@ -16,7 +16,8 @@ from dataclasses import replace
 import pytest
 
 from tests.controller.conftest import within
-from verlite.controller import exit_codes, supervisor_file
+from verlite.control import exit_codes
+from verlite.controller import supervisor_file
 from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.launch import supervise

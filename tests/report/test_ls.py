@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from verlite.cli import app
 from verlite.cli.ls import age
-from verlite.controller.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from verlite.controller.stop import Stop
 from verlite.report import runs
 from verlite.report.runs import find_runs, read_run

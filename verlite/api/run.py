@@ -121,7 +121,7 @@ def train(
         KeyboardInterrupt: Ctrl-C.
     """
     from verlite.config.critical import CODE
-    from verlite.controller.exit_codes import DONE
+    from verlite.control.exit_codes import DONE
     from verlite.controller.stop import Stop
     from verlite.trainer.opening import absolute, lock_run_dir
 
@@ -202,7 +202,7 @@ def run_to_end(loaded: Loaded, stop: "Stop") -> int:
     """
     if loaded.notes:
         console().print(notes_text(loaded.notes), soft_wrap=True)
-    from verlite.controller.exit_codes import DONE
+    from verlite.control.exit_codes import DONE
     from verlite.trainer.errors import AlreadyComplete
     from verlite.trainer.launch import launched
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from verlite.controller import exit_codes, supervisor_file
+from verlite.control import exit_codes
+from verlite.controller import supervisor_file
 from verlite.controller.head import NoCluster
 from verlite.controller.node import process, process_state
 from verlite.controller.placement import ResourcesMissing

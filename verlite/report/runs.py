@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from verlite.controller import exit_codes
+from verlite.control import exit_codes
 from verlite.controller.supervisor_file import ERROR_FILE
 from verlite.files import one_line, read_json
 from verlite.report.curve import LOSS, SCORE

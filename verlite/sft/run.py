@@ -25,6 +25,8 @@ from verlite.config.compile import fsdp_spec, model_spec, optim_spec
 from verlite.config.critical import tuning_settings
 from verlite.config.load import LoadedConfig, dump
 from verlite.config.sft import TuningConfig
+from verlite.control import events
+from verlite.control.policy import Policy
 from verlite.controller.stop import Stop
 from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import LossFn, TrainEngine
@@ -33,7 +35,7 @@ from verlite.files import RetryingWriter, free_text
 from verlite.sft.data import Example
 from verlite.terminal import console
 from verlite.trainer import checkpoints, exports, run_file
-from verlite.trainer.checkpoints import CheckpointError, FailedSaves, ResumeRefused
+from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 from verlite.trainer.common_checks import reading
 from verlite.trainer.display import Display
 from verlite.trainer.ending import reported_first
@@ -48,11 +50,11 @@ from verlite.trainer.opening import (
     resumed_text,
 )
 from verlite.trainer.preflight import FILES, LIBRARIES, Preflight, walk
-from verlite.trainer.time_limit import TimeLimit, stop_for_time
+from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
 
 MAX_FAILED_SAVES = 3
-"""The run ends after so many failed saves in a row (`FailedSaves`)."""
+"""The run ends after so many failed saves in a row."""
 ROLE = "actor"
 """Folder of the model in a checkpoint, as in RL training."""
 Loaded = LoadedConfig[TuningConfig]
@@ -109,17 +111,11 @@ class Run:
     writer: RetryingWriter
     tracking: Tracking | None
     stop: Stop
-    limit: TimeLimit
-    """The wall time that is left."""
+    """The process, whose machine decides what happens next. Each rank has one."""
     step: int = 0
     """The current step, from 1, or the last one."""
-    resumed_step: int = 0
-    saved_step: int = 0
-    failed_saves: FailedSaves = field(default_factory=FailedSaves)
     last_line: float = 0.0
     """When the last line of a step was printed, in time.monotonic()."""
-    stopped: bool = False
-    """Whether any rank was asked to stop."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the current step."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -137,34 +133,62 @@ class Run:
         size = self.task.size
         return [row * size + place for row in rows for place in range(size)]
 
+    @property
+    def resumed_step(self) -> int:
+        """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
+        return self.stop.machine.resumed
+
+    def begin(self, saved: int) -> None:
+        """Tell the machine what the run wants, and where it begins. The first rank watches the
+        time.
+
+        Args:
+            saved: step of the newest checkpoint in the run directory, 0 without one.
+        """
+        trainer = self.config.trainer
+        max_runtime = trainer.max_runtime if self.rank == 0 else None
+        policy = Policy(
+            total_steps=self.total_steps,
+            test_freq=self._steps(trainer.test_freq) if self.held_out else 0,
+            save_freq=self._steps(trainer.save_freq),
+            validates_last=bool(self.held_out),
+            gives_up=False,
+            max_failed_saves=MAX_FAILED_SAVES,
+            stop_grace_s=trainer.stop_grace_s,
+            max_runtime=max_runtime,
+            deadline=deadline(max_runtime),
+        )
+        self.stop.screen = self.display
+        self.stop.tell(events.Begins(policy, self.step, saved, *longest(max_runtime, self.run_dir)))
+
+    def _steps(self, frequency: int | str) -> int:
+        """Return a frequency in steps. A string is EACH_EPOCH."""
+        return self.sampler.steps_per_epoch if isinstance(frequency, str) else frequency
+
+    def tell(self, event: events.Event) -> events.Command | None:
+        """Tell the machine what happened. Return what the loop does next."""
+        commands = self.stop.tell(event)
+        return commands[-1] if commands else None
+
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left. End early if any rank was asked to stop, or
         if there is no time for another step.
 
         A signal during a step is only noted: the step ends, and the run saves.
         """
-        self.stop.must_save = lambda: True
-        while self.step < self.total_steps and not self._stops():
+        while self.step < self.total_steps:
+            following = self.tell(events.StepWanted())
+            stops = torch.tensor(int(following == events.EndLoop()), device=self.engine.device)
+            if self.ranks > 1:
+                dist.all_reduce(stops, dist.ReduceOp.MAX)
+            if stops and isinstance(following, events.BeginStep):
+                self.tell(events.StoppedElsewhere())
+            if stops:
+                return
             self.step += 1
             self.metrics = {}
             self.stopwatch = Stopwatch()
             yield self.step
-
-    def _stops(self) -> bool:
-        """Return whether any rank was asked to stop. The first one watches the time."""
-        if self.rank == 0 and not self.stop.requested and not self.limit.fits_step():
-            stop_for_time(self.stop, self.config.trainer.max_runtime, self.run_dir)
-        flag = torch.tensor(int(self.stop.requested is not None), device=self.engine.device)
-        if self.ranks > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-        self.stopped = bool(flag)
-        return self.stopped
-
-    def due(self, frequency: int | str) -> bool:
-        """Whether something that happens every `frequency` steps and after the last is due now."""
-        if isinstance(frequency, str):  # EACH_EPOCH
-            frequency = self.sampler.steps_per_epoch
-        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has besides the engine's files, as JSON values.
@@ -218,9 +242,6 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
     display = Display(out, log=lambda text: stop.log(text))  # `begin` sets stop.log
     stop.where = display.where
     with in_run_directory(found, stop), ExitStack() as stack:
-        stop.on_defer = lambda name: display.info(
-            f"{name}: the step ends, the run saves, and then it ends"
-        )
         transformers_logging.disable_progress_bar()
         stack.enter_context(process_group(device))
         if found.is_first:
@@ -287,11 +308,9 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             writer,
             tracking,
             stop,
-            begins.limit,
             step=begins.step,
-            resumed_step=begins.step,
-            saved_step=begins.saved_step,
         )
+        run.begin(begins.saved_step)
         stop.where = lambda: display.where(run.step)
         yield run
 
@@ -338,26 +357,25 @@ def on_first_rank_only(function: Callable[[], _T]) -> _T | None:
     return results[0] if results else None
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint and delete old ones. All ranks must call it.
+def save(run: Run) -> events.Command | None:
+    """Write a checkpoint and delete old ones. Return what the control says then. All ranks must
+    call it.
 
     A failed save costs a warning, and training goes on, until MAX_FAILED_SAVES in a row.
 
     Raises:
-        CheckpointError: too many failed saves in a row.
+        CheckpointError: too many failed saves in a row, or the run must end with this one.
     """
     with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
         failure = _write(run)
-    if failure is not None:
-        is_last = run.step == run.total_steps
-        count = partial(run.failed_saves.add, failure, MAX_FAILED_SAVES, is_last)
-        run.display.warn(on_first_rank(count))
-        return
-    run.failed_saves = FailedSaves()
-    run.saved_step = run.step
-    if run.rank == 0:
+    following = run.tell(events.Saved() if failure is None else events.SaveFailed(str(failure)))
+    following = on_first_rank(lambda: following)  # the clocks of ranks differ
+    if isinstance(following, events.Fail):
+        raise CheckpointError(following.reason or str(failure)) from failure
+    if failure is None and run.rank == 0:
         keep = run.config.trainer.max_ckpt_to_keep
         checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
+    return following
 
 
 def _write(run: Run) -> CheckpointError | None:
@@ -398,13 +416,8 @@ def _write(run: Run) -> CheckpointError | None:
 
 def finalize(run: Run) -> int:
     """End a run that did not fail, and return the exit code. Raises CheckpointError."""
-    return exports.finalize(
-        run,
-        run.stopped and run.step < run.total_steps,
-        partial(save, run),
-        partial(_export, run),
-        sys.stdout if run.rank == 0 else None,
-    )
+    out = sys.stdout if run.rank == 0 else None
+    return exports.finalize(run, partial(save, run), partial(_export, run), out)
 
 
 def _export(run: Run) -> None:

@@ -15,6 +15,14 @@ from torch import Tensor
 
 from verlite.config import sft
 from verlite.config.sft import TuningConfig
+from verlite.control.events import (
+    Save,
+    StepEnds,
+    StepFinished,
+    StepMeasured,
+    Validate,
+    Validated,
+)
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.sft.batch import build_batch
@@ -68,18 +76,20 @@ def finish_step(run: Run) -> None:
     tokens = run.metrics["perf/total_num_tokens"]
     run.metrics["perf/time_per_step"] = seconds
     run.metrics["perf/throughput"] = tokens / (seconds * run.ranks)
-    trainer = run.config.trainer
-    is_last = run.step == run.total_steps
-    if run.held_out and (is_last or run.due(trainer.test_freq)):
+    run.tell(StepFinished())
+    following = run.tell(StepMeasured())
+    if following == Validate():
         with run.stopwatch("testing"), run.display.phase("testing"):
             validate(run)
+        following = run.tell(Validated())
     run.metrics |= run.stopwatch.metrics()
-    if run.due(trainer.save_freq):
+    if following == Save():
         save(run)
         run.metrics |= run.stopwatch.metrics()
     # A validation cannot be given up, so it counts as a part of the step.
-    seconds += run.stopwatch.seconds.get("testing", 0.0)
-    run.limit.observe(run.metrics | {"timing_s/step": seconds})
+    spent = run.stopwatch.seconds
+    seconds += spent.get("testing", 0.0)
+    run.tell(StepEnds(seconds, spent.get("save_checkpoint", 0.0)))
     if run.tracking is not None:
         run.tracking.log(run.step, run.metrics)
         show_step(run)

@@ -118,7 +118,6 @@ def open_run(launch: Launch) -> Iterator[Run]:
             tracking=tracking,
             display=display,
             stop=stop,
-            limit=begins.limit,
             env_factory=found.env_factory,
             detectors=Detectors(
                 config.trainer.detect,
@@ -129,16 +128,13 @@ def open_run(launch: Launch) -> Iterator[Run]:
         )
         if found.service:
             check_weights(config, found.service, run_dir, begins.step, run.actor.describe)
+        stop.where = lambda: run.where
         if found.checkpoint:
             restore(run, begins, state)
             display.info(resumed_text(found))
-        stop.where = lambda: run.where
-        stop.must_save = lambda: run.must_save
-        stop.on_defer = lambda name: display.info(
-            f"{name}: step {run.finished_step} is not saved yet; the run stops once it is"
-        )
+        run.begin(begins.saved_step)
         supervisor = placement.cluster.supervisor
-        supervisor.before_poll = run.obey_stop
+        supervisor.before_poll = run.poll
         if config.actor_rollout_ref.rollout.max_restarts and plan.rollout_name != "server":
             supervisor.restartable = {"rollout"}
         yield run
@@ -225,26 +221,15 @@ def restore(run: Run, begins: Beginning, state: dict[str, Any]) -> None:
     A fixed KL coefficient comes from the configuration, not from the checkpoint.
     """
     run.current = StepState(number=begins.step)
-    run.resumed_step = begins.step
     # The first sync gives the engines the saved weights again, under the version that they had.
     run.version = state["version"] - 1
-    run.saved_step = begins.saved_step
     if run.config.algorithm.kl_ctrl.type == "adaptive":
         run.kl.load_state_dict(state["kl_controller"])
 
 
 def finalize(run: Run) -> int:
     """End a run that did not fail, and return the exit code. Raises CheckpointError."""
-    trainer = run.config.trainer
-    unfinished = run.step < run.total_steps and not trainer.val_only
-    has_model = trainer.export_hf and run.step and not trainer.val_only
-    return exports.finalize(
-        run,
-        bool(run.stop.requested) or unfinished,
-        partial(save, run),
-        partial(export, run) if has_model else None,
-        sys.stdout,
-    )
+    return exports.finalize(run, partial(save, run), partial(export, run), sys.stdout)
 
 
 def export(run: Run) -> None:

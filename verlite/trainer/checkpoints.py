@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -45,8 +44,6 @@ STATE_TYPES = {
     "model": dict,
 }
 """Entries of state.json."""
-FAILED_SAVES_S = 120.0
-"""With short steps that each save, a few failures in a row are seconds apart."""
 
 
 class CheckpointError(Exception):
@@ -55,38 +52,6 @@ class CheckpointError(Exception):
 
 class ResumeRefused(CheckpointError):
     """The run cannot resume from what is on disk. Nothing was started."""
-
-
-@dataclass
-class FailedSaves:
-    """The failed saves since the last one that succeeded."""
-
-    count: int = 0
-    first_at: float = 0.0
-    """When the first of them failed, in time.monotonic()."""
-
-    def add(self, error: CheckpointError, limit: int, is_last: bool, key: str = "") -> str:
-        """Count a failed save. Return the warning; training goes on.
-
-        Args:
-            limit: failed saves in a row that end the run once the first is FAILED_SAVES_S ago.
-            is_last: there is no later save, so the time does not count.
-            key: the name of `limit`, with "=".
-
-        Raises:
-            CheckpointError: the error, if it ends the run.
-        """
-        now = time.monotonic()
-        if not self.count:
-            self.first_at = now
-        self.count += 1
-        is_early = now - self.first_at < FAILED_SAVES_S and limit > 1 and not is_last
-        if self.count >= limit and not is_early:
-            raise error
-        return (
-            f"{error} Failed saves in a row: {self.count}; the run stops at {key}{limit}, but not "
-            f"within {FAILED_SAVES_S:g} s of the first"
-        )
 
 
 @dataclass(frozen=True)

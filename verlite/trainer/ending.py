@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from verlite.controller import exit_codes, supervisor_file
+from verlite.control import exit_codes
+from verlite.controller import supervisor_file
 from verlite.controller.cluster import lost_ray
-from verlite.controller.stop import END_S, SIGNALS, Stop, within, write_error
+from verlite.controller.stop import SIGNALS, Stop, within, write_error
 from verlite.files import append, replace_file
 from verlite.masking import mask_urls
 from verlite.terminal import clean, console
@@ -52,7 +53,7 @@ def begin(stop: Stop, run_dir: Path) -> None:
     with contextlib.suppress(OSError):
         (run_dir / "logs").mkdir(exist_ok=True)
         (run_dir / supervisor_file.ERROR_FILE).unlink(missing_ok=True)
-    stop.log = log
+    stop.log, stop.run_dir = log, run_dir
     stop.on_end = partial(run_file.end, run_dir)
     run_file.begin(run_dir)
     log(f"started: process {os.getpid()} on {socket.gethostname()}")
@@ -71,7 +72,7 @@ def reported_first(stop: Stop, run_dir: Path) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         if stop.code is None:
-            stop.decide(stop.exit_code, END_S, lambda: _print_stop(stop))
+            stop.decide(None, lambda: _print_stop(stop))
             stop.log(stop.message())
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.traceback import Traceback
 
-from verlite.controller import exit_codes
+from verlite.control import exit_codes
 from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
 from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing

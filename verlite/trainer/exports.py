@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from verlite.controller.exit_codes import DONE, STOPPED
+from verlite.control.events import Command, Event, Exit, Export, Exported, LoopEnds, Save
+from verlite.control.exit_codes import STOPPED
 from verlite.controller.stop import Stop
 from verlite.files import RetryingWriter, read_text, replace_file
-from verlite.trainer.checkpoints import CheckpointError
 from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete
@@ -44,29 +44,28 @@ class Ending(Protocol):
     def total_steps(self) -> int: ...
 
     @property
-    def saved_step(self) -> int: ...
-
-    @property
     def stop(self) -> Stop: ...
 
     @property
     def display(self) -> Display: ...
 
+    def tell(self, event: Event) -> Command | None: ...
+
 
 def finalize(
     run: Ending,
-    stopped: bool,
-    save: Callable[[], None],
-    export: Callable[[], None] | None,
+    save: Callable[[], Command | None],
+    export: Callable[[], None],
     out: TextIO | None,
 ) -> int:
     """End a run that did not fail: write the export, print where the results are.
 
+    If the run is to end before its last step, the steps that are not saved yet are saved: the
+    request may have come after the step's own save.
+
     Args:
-        stopped: it is to end before its last step. The steps that are not saved yet are saved: the
-            request may have come after the step's own save.
-        save: writes a checkpoint, and sets `run.saved_step` if that succeeds.
-        export: writes the model. None: the run has none.
+        save: writes a checkpoint, and returns what the control says then.
+        export: writes the model.
         out: where the paths of the results are printed. None: another rank prints them.
 
     Returns:
@@ -75,25 +74,24 @@ def finalize(
     Raises:
         CheckpointError: the steps since the last checkpoint, or the model, cannot be written.
     """
-    if stopped:
-        by = run.stop.requested or "a signal to another rank"
-        if run.step > run.saved_step:
-            save()
-        if run.step > run.saved_step:
-            raise CheckpointError(
-                f"stopped by {by} after step {run.step}, whose checkpoint could not be written"
-            )
-        run.display.info(
-            f"stopped by {by} after step {run.step} of {run.total_steps}. {run.stop.checkpoint()}"
-        )
-        return STOPPED
-    if export is not None:
+    following = run.tell(LoopEnds())
+    if following == Save():
+        following = save()
+    if following == Export():
         with run.display.phase("writing Hugging Face export"):
             export()
+        following = run.tell(Exported())
+    assert isinstance(following, Exit)
+    if following.code == STOPPED:
+        run.display.info(
+            f"stopped by {run.stop.machine.by} after step {run.step} of {run.total_steps}. "
+            f"{run.stop.checkpoint()}"
+        )
+        return STOPPED
     run.display.close()
     if out is not None:
         print_paths(run.run_dir, out)
-    return DONE
+    return following.code
 
 
 def exported_step(run_dir: Path) -> int | None:

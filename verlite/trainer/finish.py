@@ -2,9 +2,23 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verlite.control.events import (
+    Command,
+    Fail,
+    Save,
+    Saved,
+    SaveFailed,
+    Started,
+    StepEnds,
+    StepFinished,
+    StepMeasured,
+    Validate,
+    Validated,
+)
 from verlite.controller.worker_group import group
 from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes
 from verlite.protocol.data import DataProto
@@ -22,34 +36,31 @@ from verlite.trainer.validate import validate
 SAMPLES_SHOWN = 3
 
 
-def start_with_validation(run: Run) -> bool:
-    """Validate before the first step if the configuration asks for it.
-
-    Returns:
-        Whether to train afterwards: False with trainer.val_only.
-    """
-    val_only = run.config.trainer.val_only
-    from_beginning = run.resumed_step == 0
-    if run.val_data is not None and run.plan.validates_first and (from_beginning or val_only):
+def validate_first(run: Run) -> None:
+    """Validate before the first step if the configuration asks for it."""
+    if run.tell(Started()) == Validate():
         run.metrics.update(validate(run))
         run.tracking.log(run.step, run.metrics)
         run.display.step(run.step, run.metrics)
-    return not val_only
 
 
 def finish_step(run: Run, batch: DataProto) -> None:
     """Compute and log the step's metrics, keep samples, then validate and save if they are due."""
-    run.finished_step = run.step
+    run.tell(StepFinished())
     add_metrics(run, batch)
     records = keep_samples(run, batch)
-    if run.val_data is not None and due(run, run.config.trainer.test_freq):
-        validate_unless_stopped(run)
+    following = run.tell(StepMeasured())
+    if following == Validate():
+        with suppress(StepAborted):  # the step is saved without its result
+            run.metrics.update(validate(run))
+        following = run.tell(Validated())
     # A checkpoint keeps its step's metrics, so the timings so far are added before it is written.
     run.metrics.update(run.stopwatch.metrics())
-    if run.stop.requested or due(run, run.config.trainer.save_freq):
+    if following == Save():
         save(run)
     run.metrics.update(run.stopwatch.metrics())
-    run.limit.observe(run.metrics)
+    seconds = run.stopwatch.seconds
+    run.tell(StepEnds(seconds["step"], seconds.get("save_checkpoint", 0.0)))
     run.tracking.log(run.step, run.metrics)
     run.tracking.samples(run.step, "train", records)
     run.display.step(run.step, run.metrics)
@@ -112,26 +123,6 @@ def one_sample(record: dict[str, Any]) -> str:
     return f"{score}: {prompt} -> {one_line(response)} (expected {expected})"
 
 
-def validate_unless_stopped(run: Run) -> None:
-    """Validate after a step. If a stop is requested meanwhile, save the step without its result."""
-    run.can_abort = True
-    try:
-        run.obey_stop()
-        run.metrics.update(validate(run))
-    except StepAborted:
-        run.display.info(f"{run.stop.requested}: the validation of step {run.step} was given up")
-    finally:
-        run.can_abort = False
-
-
-def due(run: Run, frequency: int) -> bool:
-    """Whether something that happens every `frequency` steps and after the last is due now.
-
-    Never if `frequency` is not positive.
-    """
-    return frequency > 0 and (run.last_step or run.step % frequency == 0)
-
-
 def add_metrics(run: Run, batch: DataProto) -> None:
     """Add the metrics of the batch, of the tools and of speed. The step's time ends here."""
     plan = run.plan
@@ -158,29 +149,29 @@ def straggler_metrics(run: Run) -> Metrics:
     }
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint and delete old ones.
+def save(run: Run) -> Command | None:
+    """Write a checkpoint and delete old ones. Return what the control says then.
 
     A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row
-    have failed (`checkpoints.FailedSaves`).
+    have failed.
 
     Raises:
-        CheckpointError: too many failed saves in a row.
+        CheckpointError: too many failed saves in a row, or the run must end with this one.
     """
-    trainer = run.config.trainer
     with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
         try:
             checkpoints.write(
                 run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
             )
         except checkpoints.CheckpointError as error:
-            limit, is_last = trainer.max_failed_saves, run.step == run.total_steps
-            key = "trainer.max_failed_saves="
-            run.display.warn(run.failed_saves.add(error, limit, is_last, key))
-            return
-    run.failed_saves = checkpoints.FailedSaves()
-    run.saved_step = run.step
-    checkpoints.prune(run.run_dir, run.step, trainer.max_actor_ckpt_to_keep, run.display.warn)
+            following = run.tell(SaveFailed(str(error)))
+            if isinstance(following, Fail):
+                raise checkpoints.CheckpointError(following.reason or str(error)) from error
+            return following
+    following = run.tell(Saved())
+    keep = run.config.trainer.max_actor_ckpt_to_keep
+    checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
+    return following
 
 
 def save_workers(run: Run, folder: Path) -> None:

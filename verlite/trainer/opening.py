@@ -31,7 +31,6 @@ from verlite.trainer.ending import begin, reported_first
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.preflight import DIRECTORY, PHASES, RL, ROWS, Findings, Preflight, walk
 from verlite.trainer.segments import changed_keys, write_config
-from verlite.trainer.time_limit import TimeLimit, time_limit
 from verlite.trainer.tracking import METRICS, Tracking
 
 
@@ -67,7 +66,6 @@ def try_rl(config: Config, plan: Plan) -> Findings:
 def in_run_directory(found: Preflight, stop: Stop) -> Iterator[None]:
     """Lock the run directory, and begin the run's log there. What ends the block is reported before
     the contexts around it are closed. Only the first of several processes does so."""
-    stop.grace_s = found.config.trainer.stop_grace_s
     if not found.is_first:
         yield
         return
@@ -87,16 +85,13 @@ class Beginning:
     """Steps that are done: those of the checkpoint that it resumes from."""
     saved_step: int
     """The newest checkpoint in the run directory. 0: the run resumes from another run's."""
-    limit: TimeLimit
-    """The wall time that is left, with the durations of earlier steps."""
 
 
 def beginning(found: Preflight) -> Beginning:
     """Return where a run begins, for what controls it."""
     own = found.checkpoint and found.checkpoint.path.parent.resolve() == found.run_dir.resolve()
-    max_runtime = found.config.trainer.max_runtime if found.is_first else None
     step = found.state["step"]
-    return Beginning(step, step if own else 0, time_limit(max_runtime, found.run_dir))
+    return Beginning(step, step if own else 0)
 
 
 def resumed_text(found: Preflight) -> str:

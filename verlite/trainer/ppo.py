@@ -5,7 +5,7 @@ Each stage takes the run and the batch, and adds the fields that the comment nam
 estimator uses values, no reference policy unless a KL term uses it.
 """
 
-from verlite.trainer.finish import finish_step, start_with_validation
+from verlite.trainer.finish import finish_step, validate_first
 from verlite.trainer.run import Run
 from verlite.trainer.stages.advantage import (
     advantages,
@@ -22,8 +22,7 @@ from verlite.trainer.stages.weights import sync_weights
 def train(run: Run) -> None:
     """Train until the last step or until a stop is requested. The last step writes a checkpoint."""
     sync_weights(run)
-    if not start_with_validation(run):
-        return
+    validate_first(run)
     for _ in run.steps():
         batch = rollout(run)  # prompt_ids response_ids response_mask rollout_log_probs scores valid
         batch = assign_mini_batches(run, batch)  # mini_batch_index

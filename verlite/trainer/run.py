@@ -12,6 +12,18 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import code_contents, critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
+from verlite.control.events import (
+    Begins,
+    BeginStep,
+    Command,
+    EndEngines,
+    Event,
+    GiveUp,
+    Polled,
+    StepWanted,
+    UpdateBegins,
+)
+from verlite.control.policy import Policy
 from verlite.controller.failures import WorkerError
 from verlite.controller.stop import Stop
 from verlite.controller.worker_group import group
@@ -23,12 +35,11 @@ from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
 from verlite.spec.roles import AdvantageSpec
-from verlite.trainer.checkpoints import FailedSaves
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import Metrics, Stopwatch
-from verlite.trainer.time_limit import TimeLimit, stop_for_time
+from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
@@ -53,10 +64,8 @@ class StepState:
     """Prompts sampled so far in this step. More than a batch if dynamic sampling drops groups."""
     sampler_state: dict[str, int] = field(default_factory=dict)
     """The sampler's position when the step started."""
-    engine_restarts: int = 0
-    """Rollout engines that were started again in this step."""
     first_death: WorkerError | None = None
-    """Why the first of them died."""
+    """Why the first rollout engine died that was started again in this step."""
 
 
 @dataclass
@@ -93,9 +102,7 @@ class Run:
     display: Display
 
     stop: Stop
-    """Whether a signal has requested a stop."""
-    limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
-    """The wall time that is left."""
+    """The process, whose machine decides what happens next."""
     service: ModelInfo | None = None
     """Model of the reference service. None: the run computes reference log-probs, or none."""
     env_factory: EnvFactory | None = None
@@ -109,18 +116,8 @@ class Run:
     previous: StepState = field(default_factory=StepState)
     version: int = 0
     """Version of the policy weights: the number of weight syncs."""
-    resumed_step: int = 0
-    """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
-    finished_step: int = 0
-    """The last step whose updates are done."""
-    saved_step: int = 0
-    """Step of the newest checkpoint in the run directory."""
-    failed_saves: FailedSaves = field(default_factory=FailedSaves)
     shown_failures: set[str] = field(default_factory=set)
     """Kinds of failed rewards that the console has shown."""
-    can_abort: bool = False
-    """Whether a worker call may be given up when a stop is requested: before a step's first update,
-    and in validation."""
 
     @property
     def actor(self) -> ActorWorker:
@@ -173,16 +170,79 @@ class Run:
         """Timings of the current step."""
         return self.current.stopwatch
 
+    @property
+    def resumed_step(self) -> int:
+        """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
+        return self.stop.machine.resumed
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint in the run directory."""
+        return self.stop.machine.saved
+
+    def begin(self, saved: int = 0) -> None:
+        """Tell the machine what the run wants, and where it begins.
+
+        Args:
+            saved: step of the newest checkpoint in the run directory, 0 without one.
+        """
+        trainer, plan = self.config.trainer, self.plan
+        policy = Policy(
+            total_steps=self.total_steps,
+            test_freq=trainer.test_freq if self.val_data is not None else 0,
+            save_freq=trainer.save_freq,
+            validates_first=self.val_data is not None and plan.validates_first,
+            val_only=trainer.val_only,
+            exports=trainer.export_hf,
+            max_restarts=self.config.actor_rollout_ref.rollout.max_restarts,
+            max_failed_saves=trainer.max_failed_saves,
+            failed_saves_key="trainer.max_failed_saves=",
+            stop_grace_s=trainer.stop_grace_s,
+            max_runtime=trainer.max_runtime,
+            deadline=deadline(trainer.max_runtime),
+        )
+        self.stop.screen = self.display
+        self.stop.tell(
+            Begins(policy, self.step, saved, *longest(trainer.max_runtime, self.run_dir))
+        )
+
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left. End early if a stop is requested."""
-        while self.step < self.total_steps and not self.stop.requested:
-            if not self.limit.fits_step():
-                self.stop_for_time()
-                return
+        while isinstance(command := self.tell(StepWanted()), BeginStep):
             self.previous = self.current
-            self.current = StepState(number=self.step + 1, sampler_state=self.sampler.state_dict())
-            self.can_abort = True
+            self.current = StepState(number=command.step, sampler_state=self.sampler.state_dict())
             yield self.step
+
+    def tell(self, event: Event) -> Command | None:
+        """Tell the machine what happened, and do what it says. Return what the loop does next.
+
+        Raises:
+            StepAborted: a stop was requested, and what the run does is given up. To be handled
+                where the step or the validation began.
+            KeyboardInterrupt: a stop was requested, and nothing has to be saved.
+        """
+        return self.obey(self.stop.tell(event))
+
+    def obey(self, commands: list[Command]) -> Command | None:
+        """End the engines if the machine says so, which frees their device memory for the
+        checkpoint. Return the command that is left."""
+        following = None
+        for command in commands:
+            if isinstance(command, (GiveUp, EndEngines)):
+                engines = group(self.workers["rollout"])
+                engines.supervisor.stop(engines.workers)
+            if isinstance(command, GiveUp):
+                raise StepAborted
+            following = command
+        return following
+
+    def poll(self) -> None:
+        """Give up the worker call in progress if a stop was requested and nothing is lost by it.
+
+        Raises:
+            StepAborted, KeyboardInterrupt: see `tell`.
+        """
+        self.tell(Polled())
 
     def begin_update(self) -> None:
         """From here on the step must be finished: its updates cannot be undone.
@@ -190,28 +250,7 @@ class Run:
         Raises:
             StepAborted: a stop was requested before.
         """
-        self.obey_stop()
-        self.can_abort = False
-
-    def obey_stop(self) -> None:
-        """Give up the worker call in progress if a stop was requested and nothing is lost by it.
-
-        The rollout workers end, which frees their device memory for the checkpoint.
-
-        Raises:
-            StepAborted: to be handled where the step or the validation began.
-        """
-        if not self.stop.requested and self.limit.is_over():
-            self.stop_for_time()
-        if self.stop.requested and self.can_abort:
-            self.can_abort = False
-            engines = group(self.workers["rollout"])
-            engines.supervisor.stop(engines.workers)
-            raise StepAborted
-
-    def stop_for_time(self) -> None:
-        """Ask the run to stop, because trainer.max_runtime is nearly over."""
-        stop_for_time(self.stop, self.config.trainer.max_runtime, self.run_dir)
+        self.tell(UpdateBegins())
 
     def undo_step(self) -> None:
         """Return to the end of the last finished step.
@@ -220,11 +259,6 @@ class Run:
         """
         self.sampler.load_state_dict(self.current.sampler_state)
         self.current = self.previous
-
-    @property
-    def must_save(self) -> bool:
-        """Whether a finished step has no checkpoint yet. A stop then waits for the next one."""
-        return self.finished_step > max(self.saved_step, self.resumed_step)
 
     @property
     def where(self) -> str:

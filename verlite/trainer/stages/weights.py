@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
+from verlite.control.events import WeightsGiven
 from verlite.controller.failures import RankDied
 from verlite.controller.worker_group import submit
 from verlite.protocol.metrics import Metrics
@@ -24,33 +26,26 @@ _PROBE_SHARE = 0.02
 @stage("update_weights")
 def sync_weights(run: Run) -> None:
     """Give every rollout engine, and the role `inference`, the actor's weights under the next
-    version. See `give_weights`. A stop does not wait for the restart of an engine: nothing is
-    generated after it."""
-    run.metrics.update(give_weights(run, run.version + 1, may_stop=run.step > 0))
+    version. See `give_weights`."""
+    with suppress(StepAborted):  # a stop has ended the engines: nothing is generated after it
+        run.metrics.update(give_weights(run, run.version + 1))
     run.version += 1
 
 
-def give_weights(run: Run, version: int, may_stop: bool = False) -> Metrics:
+def give_weights(run: Run, version: int) -> Metrics:
     """Give every rollout engine, and the role `inference`, the actor's weights under a version.
+    Return the metrics of the sync.
 
     If an engine dies meanwhile, it is started again and the sync is repeated.
 
-    Args:
-        may_stop: see `restart_engines`.
-
-    Returns:
-        The metrics of the sync; {} if a stop has ended the engines.
+    Raises:
+        StepAborted: a stop came while an engine was started again.
     """
     while True:
         try:
             return _give_weights(run, version)
         except RankDied as died:
-            try:
-                restart_engines(run, died, may_stop)
-            except StepAborted:
-                return {}
-            finally:
-                run.can_abort = run.can_abort and not may_stop
+            restart_engines(run, died)
 
 
 def _give_weights(run: Run, version: int) -> Metrics:
@@ -103,10 +98,8 @@ def call_engines(
             return result
         except RankDied as died:
             restart_engines(run, died)
-            # A stop waits for this sync: giving it up would fail the actor, which has to save.
-            can_abort, run.can_abort = run.can_abort, False
             give_weights(run, run.version)
-            run.can_abort = can_abort
+            run.tell(WeightsGiven())
             call = call or died.call
             call.send_missing()
             answer = functools.partial(call.result)
