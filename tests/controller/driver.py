@@ -11,6 +11,8 @@ import time
 
 from tests.controller.conftest import pids
 from tests.controller.workers import Light
+from verlite.control.events import Begins, StepFinished, StepWanted
+from verlite.control.policy import Policy
 from verlite.controller.cluster import connect
 from verlite.controller.placement import reserve
 from verlite.controller.stop import Stop
@@ -32,7 +34,8 @@ def main(run_dir: str, end: str) -> None:
             os.kill(pids(worker)[0], signal.SIGSTOP)
         if end == "stop":
             stop = Stop()
-            stop.must_save = lambda: True
+            for event in (Begins(Policy(total_steps=2)), StepWanted(), StepFinished()):
+                stop.tell(event)
             with stop:
                 print(cluster.run_id, flush=True)
                 while not stop.requested:

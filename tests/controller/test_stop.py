@@ -5,21 +5,39 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from verlite.control.events import Begins, Ended, Signal, StepFinished, StepWanted
 from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from verlite.control.policy import Policy
 from verlite.controller import stop as stop_module
 
 PROGRAM = """
 import ctypes, os, signal, sys, time
+from verlite.control import limits
+from verlite.control.events import *
+from verlite.control.policy import Policy
 from verlite.controller import stop as module
-module.END_S, module.LEAVE_S, module.REPEAT_S = 1.0, 3.0, 0.3
+limits.END_S, limits.LEAVE_S, limits.REPEAT_S = 1.0, 3.0, 0.3
 stop = module.Stop()
-stop.grace_s = 1.0
-unsaved = []
-stop.must_save = lambda: bool(unsaved)
-stop.on_defer = lambda name: print(name, "deferred", flush=True)
+stop.tell(Begins(Policy(total_steps=9, stop_grace_s=1.0), step=5, saved=5))
+
+class Screen:
+    info = staticmethod(lambda text: print(text, flush=True))
+
+class unsaved:
+    @staticmethod
+    def append(step):
+        for event in (StepWanted(), StepFinished()):
+            stop.tell(event)
+
+    @staticmethod
+    def clear():
+        stop.tell(Saved())
+
+stop.screen = Screen
 stop.where = lambda: "in step 7"
 stop.checkpoint = lambda: "Last checkpoint: step 6."
 
@@ -49,8 +67,9 @@ except KeyboardInterrupt:
 
 STOP_LINE = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
 INTERRUPT_LINE = "interrupted in step 7. Last checkpoint: step 6."
-SAVE = "unsaved.append(7); send(signal.SIGTERM); "
+SAVE = "unsaved.append(6); send(signal.SIGTERM); "
 
+DEFERRED = ": step 6 is not saved yet; the run stops once it is\n"
 NOT_SAVED = (
     "\nSIGTERM: not saved within trainer.stop_grace_s=1, in step 7. The run still saves and then "
     "ends; another signal gives it 1 s more. Last checkpoint: step 6.\n"
@@ -69,7 +88,7 @@ CASES = {
         + "time.sleep(0.5); send(signal.SIGHUP); time.sleep(0.3); unsaved.clear(); print('saved')",
         "pass",
         0,
-        "SIGHUP deferred\nsaved\n",
+        f"SIGHUP{DEFERRED}saved\n",
     ),
     "a closed terminal with nothing to save": (
         "send(signal.SIGHUP)",
@@ -82,10 +101,10 @@ CASES = {
         SAVE + "time.sleep(2.5); unsaved.clear(); print('saved', stop.requested)",
         "pass",
         0,
-        f"SIGTERM deferred\n{NOT_SAVED}saved SIGTERM\n",
+        f"SIGTERM{DEFERRED}{NOT_SAVED}saved SIGTERM\n",
     ),
     "Ctrl-C with an unsaved step": (
-        "unsaved.append(7); send(signal.SIGINT)",
+        "unsaved.append(6); send(signal.SIGINT)",
         "pass",
         INTERRUPTED,
         f"{INTERRUPT_LINE}\n",
@@ -94,13 +113,13 @@ CASES = {
         SAVE + "time.sleep(0.1); send(signal.SIGTERM); time.sleep(0.5); print('saved')",
         "pass",
         0,
-        "SIGTERM deferred\nsaved\n",
+        f"SIGTERM{DEFERRED}saved\n",
     ),
     "a second signal while saving": (
         SAVE + "time.sleep(0.8); send(signal.SIGINT); time.sleep(30)",
         "pass",
         STOPPED,
-        "SIGTERM deferred\n\na second signal: the save has 1 s\n"
+        f"SIGTERM{DEFERRED}\na second signal: the save has 1 s\n"
         f"\n{STOP_LINE}\n  (not saved within 1 s of the second signal)\n",
     ),
     "a third signal": (
@@ -108,7 +127,7 @@ CASES = {
         "time.sleep(30)",
         "pass",
         STOPPED,
-        "SIGTERM deferred\n\na second signal: the save has 1 s\n"
+        f"SIGTERM{DEFERRED}\na second signal: the save has 1 s\n"
         f"\n{STOP_LINE}\n  (a third signal, SIGTERM, ended the process at once)\n",
     ),
     "a second signal with nothing to save": (
@@ -118,17 +137,17 @@ CASES = {
         f"\n{STOP_LINE}\n  (a second signal, SIGTERM, ended the process at once)\n",
     ),
     "a request": (
-        "stop.request('trainer.max_runtime')",
+        "stop.tell(Asked('trainer.max_runtime'))",
         "time.sleep(30)",
         STOPPED,
         f"\n{STOP_LINE.replace('SIGTERM', 'trainer.max_runtime')}\n  (it did not end within 1 s",
     ),
     "a signal after a request does not limit the save": (
-        "unsaved.append(7); stop.request('trainer.max_runtime'); time.sleep(0.5); "
+        "unsaved.append(6); stop.tell(Asked('trainer.max_runtime')); time.sleep(0.5); "
         "send(signal.SIGTERM); time.sleep(2.0); print('saved')",
         "pass",
         0,
-        "trainer.max_runtime deferred\n"
+        f"trainer.max_runtime{DEFERRED}"
         "\ntrainer.max_runtime: not saved within trainer.stop_grace_s=1, in step 7. The run still "
         "saves and then ends; another signal gives it 1 s more. Last checkpoint: step 6.\nsaved\n",
     ),
@@ -154,13 +173,13 @@ CASES = {
         SAVE + "time.sleep(0.5); unsaved.clear(); time.sleep(30)",
         "pass",
         STOPPED,
-        f"SIGTERM deferred\n\n{STOP_LINE}\n  (it did not end within 3 s",
+        f"SIGTERM{DEFERRED}\n{STOP_LINE}\n  (it did not end within 3 s",
     ),
     "trackers that take long after the save": (
         SAVE + "time.sleep(0.5); unsaved.clear(); time.sleep(1.8); print('sent')",
         "pass",
         0,
-        "SIGTERM deferred\nsent\n",
+        f"SIGTERM{DEFERRED}sent\n",
     ),
     "C code that does not return": ("hang_in_c()", "pass", STOPPED, f"\n{STOP_LINE}\n"),
     "SIGTERM to a forked child": (
@@ -235,18 +254,30 @@ def exits(monkeypatch):
     monkeypatch.setattr(stop_module, "write_error", lambda text: None)
 
 
+def end_at_second_signal(stop):
+    """Tell a run that has nothing to save of two signals. Return the exit code."""
+    stop.tell(Signal("SIGTERM"))
+    stop.machine.patience._last -= 2.0
+    with pytest.raises(Exit) as caught:
+        stop.tell(Signal("SIGTERM"))
+    return caught.value.args[0]
+
+
 def test_a_handler_prints_nothing_itself():
     """The main thread may be inside a write to the same stream, which refuses a second one."""
     stop, said = stop_module.Stop(), []
     done = threading.Event()
 
-    def say(name):
-        said.append((name, threading.get_ident() == threading.main_thread().ident))
+    def say(text):
+        said.append((text, threading.get_ident() == threading.main_thread().ident))
         done.set()
 
-    stop.must_save, stop.on_defer = lambda: True, say
+    stop.screen = SimpleNamespace(info=say)
+    for event in (Begins(Policy(total_steps=9)), StepWanted(), StepFinished()):
+        stop.tell(event)
     stop._handle(signal.SIGTERM, None)
-    assert done.wait(30) and said == [("SIGTERM", False)]
+    text = "SIGTERM: step 1 is not saved yet; the run stops once it is"
+    assert done.wait(30) and said == [(text, False)]
 
 
 def test_the_decision_is_said_once_and_before_the_disk_is_written():
@@ -254,8 +285,8 @@ def test_the_decision_is_said_once_and_before_the_disk_is_written():
     stop.on_end = lambda code: done.append(code)
 
     def say():
-        assert stop._deciding.acquire(blocking=False), "said while a lock is held"
-        stop._deciding.release()
+        assert stop._turn.acquire(blocking=False), "said while a lock is held"
+        stop._turn.release()
         done.append("said")
 
     assert [stop.decide(code, say=say) for code in (FAILED, STOPPED)] == [FAILED, FAILED]
@@ -284,26 +315,25 @@ def test_the_end_is_explained_without_the_disk(exits, monkeypatch, fault):
         release.wait(60)
 
     stop.checkpoint = checkpoint
-    with pytest.raises(Exit):
-        stop._end(signal.SIGTERM, "why")
+    end_at_second_signal(stop)
     release.set()
     (text,) = said
     assert "stopped by SIGTERM" in text and "The last checkpoint is not known: " in text
-    assert "(why)" in text and ("Input/output error" in text) == (fault == "fails")
+    assert "(a second signal" in text and ("Input/output error" in text) == (fault == "fails")
 
 
-@pytest.mark.parametrize("end", ["_end", "_leave"])
+@pytest.mark.parametrize("end", ["a signal", "a slow cleanup"])
 def test_a_disk_that_hangs_does_not_keep_the_process(exits, end):
     stop, release = stop_module.Stop(), threading.Event()
     stop.log = lambda text: release.wait(60)
     start = time.monotonic()
-    with pytest.raises(Exit) as caught:
-        if end == "_end":
-            stop._end(signal.SIGTERM, "why")
-        else:
-            stop.code = DONE
+    if end == "a signal":
+        assert end_at_second_signal(stop) == STOPPED
+    else:
+        with pytest.raises(Exit) as caught:
+            stop.tell(Ended(DONE))
             stop._leave(1.0)
-    assert caught.value.args == (STOPPED if end == "_end" else DONE,)
+        assert caught.value.args == (DONE,)
     assert time.monotonic() - start < 20
     release.set()
 
@@ -313,7 +343,5 @@ def test_the_end_by_a_signal_decides_the_code_once(exits):
     decided = []
     stop.on_end = decided.append
     stop.log = lambda text: decided.append(stop.decide(FAILED))  # the main thread, meanwhile
-    with pytest.raises(Exit) as caught:
-        stop._end(signal.SIGTERM, "why")
-    assert caught.value.args == (STOPPED,)
+    assert end_at_second_signal(stop) == STOPPED
     assert decided == [STOPPED, STOPPED]

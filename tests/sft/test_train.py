@@ -4,7 +4,8 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from math import inf
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -20,6 +21,10 @@ from verlite.config import dpo, load, sft
 from verlite.config.critical import tuning_settings
 from verlite.config.problems import ConfigError
 from verlite.config.sft import SFTDataConfig, compose
+from verlite.control.events import Save, StepEnds, StepFinished, StepMeasured
+from verlite.control.machine import Machine
+from verlite.controller import stop as stop_module
+from verlite.controller.stop import Stop
 from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
@@ -30,10 +35,8 @@ from verlite.sft.data import Example, read_examples
 from verlite.sft.run import Run, save
 from verlite.sft.train import sft_loss, validation_loss
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
-from verlite.trainer import checkpoints
-from verlite.trainer.checkpoints import CheckpointError, FailedSaves
+from verlite.trainer.checkpoints import CheckpointError
 from verlite.trainer.metrics import Stopwatch
-from verlite.trainer.time_limit import TimeLimit
 
 pytestmark = pytest.mark.process
 
@@ -239,20 +242,22 @@ def test_settings_of_the_tokens_are_critical(tiny_qwen2, sums, tmp_path, change,
 
 def test_a_run_stops_before_its_time_is_over(tiny_qwen2, sums, tmp_path, capsys, monkeypatch):
     """And the next one says which keys are different."""
-    longest = []
+    machines, deadlines = [], iter([inf, inf, 0.0])
+    wanted = Machine._step_wanted
 
-    def fits_step(limit):
-        longest.append(limit.step_s)
-        return limit.deadline is None or len(longest) < 3
+    def step_wanted(machine, event, now):
+        if machine.policy.deadline is not None:
+            machine.policy = replace(machine.policy, deadline=next(deadlines))
+            machines.append(machine)
+        return wanted(machine, event, now)
 
-    monkeypatch.setattr(TimeLimit, "fits_step", fits_step)
+    monkeypatch.setattr(Machine, "_step_wanted", step_wanted)
     options = ["trainer.total_training_steps=4", "trainer.test_freq=2"]
     limited = [*options, "trainer.max_runtime=10m"]
     assert main(run_options(sums, tiny_qwen2, tmp_path, *limited)) == 75
     assert "stopped by trainer.max_runtime=10m after step 2 of 4" in capsys.readouterr().out
     last = lines(tmp_path)[-1]
-    assert longest[0] == 0.0
-    assert longest[2] >= last["timing_s/step"] + last["timing_s/testing"]
+    assert machines[2]._step_s >= last["timing_s/step"] + last["timing_s/testing"]
     options += ["optim.weight_decay=0.5"]
     assert main(run_options(sums, tiny_qwen2, tmp_path, *options)) == 0
     printed = capsys.readouterr().out
@@ -478,21 +483,36 @@ def test_saves_may_fail_for_two_minutes(tmp_path, monkeypatch):
 
     run = Run(**dict.fromkeys(field.name for field in fields(Run)))
     run.config, run.run_dir, run.stopwatch = sft.SFTConfig(), tmp_path, Stopwatch()
-    run.total_steps, run.failed_saves, run.display = 9, FailedSaves(), Screen()
-    run.engine = SimpleNamespace(save=save_engine)
+    run.config.trainer.save_freq = 1
+    run.total_steps, run.display, run.step = 9, Screen(), 3
+    run.engine, run.stop = SimpleNamespace(save=save_engine, device="cpu"), Stop(embedded=True)
     monkeypatch.setattr(Run, "state", lambda run: {})
-    clock = iter([1000.0, 1001.0, 1002.0, 1119.9, 1120.0])
-    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock = iter([1000.0, 1001.0, 1002.0, 1119.9, 1120.0, 1121.0])
+    now = [0.0]
+    monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def step():
+        now[0] = next(clock)
+        next(run.steps())
+        run.tell(StepFinished())
+        assert run.tell(StepMeasured()) == Save()
+        save(run)
+        run.tell(StepEnds(1.0))
+
     with single_process_group():
-        for run.step in range(1, 5):
-            save(run)
+        run.begin(0)
+        for _ in range(4):
+            step()
         assert len(run.display) == 4 and "but not within 120 s of the first" in run.display[-1]
         with pytest.raises(CheckpointError, match="full"):
-            save(run)
-        run.failed_saves, run.step = FailedSaves(2, 1119.0), run.total_steps
-        clock = iter([1120.0])
+            step()
+        run.step, now[0], run.stop = 6, 1119.0, Stop(embedded=True)
+        run.begin(0)
+        clock = iter([1120.0] * 3)
+        step()
+        step()
         with pytest.raises(CheckpointError, match="full"):  # there is no later save
-            save(run)
+            step()
 
 
 def test_missing_file_exits_with_code_2(tiny_qwen2, tmp_path, capsys):

@@ -19,6 +19,7 @@ from tests.trainer.test_stages import dense, fake_run, validation_run
 from tests.workers.test_objectives import ObjectivePlan, config, value_spec
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.compile import policy_loss_spec
+from verlite.control import limits
 from verlite.engine.fsdp import Counts
 from verlite.envs.step import ToolError
 from verlite.files import RetryingWriter
@@ -26,7 +27,6 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.remote import UNAVAILABLE
 from verlite.rewards.result import RewardResult
 from verlite.spec.catalog import ESTIMATORS
-from verlite.trainer import outage
 from verlite.trainer.agent import agent_metrics
 from verlite.trainer.errors import RewardFailures, RolloutFailures
 from verlite.trainer.outage import wait_for_services
@@ -289,7 +289,7 @@ def run_with_tools(env_factory, wait=5.0, limit=0.4, **fields):
 
 @pytest.fixture(autouse=True)
 def short_check_interval(monkeypatch):
-    monkeypatch.setattr(outage, "_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(limits, "HEALTH_EVERY_S", 0.01)
 
 
 def batch_with_trajectories(rows) -> DataProto:

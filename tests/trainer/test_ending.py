@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from verlite.control.events import Asked
 from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
 from verlite.controller.stop import Stop
 from verlite.trainer import ending
@@ -39,6 +40,11 @@ def stop(tmp_path):
     yield stop
     if stop._timer is not None:
         stop._timer.cancel()
+
+
+def interrupt(stop):
+    with pytest.raises(KeyboardInterrupt):
+        stop.tell(Asked("SIGTERM"))
 
 
 def read(run_dir):
@@ -78,7 +84,9 @@ def test_the_cause_is_printed_before_the_disk_is_written(
     def write(*arguments):
         at_writes.append(capsys.readouterr().err)
 
-    stop.requested, stop.on_end, stop.log = "SIGTERM", write, write
+    if isinstance(error, KeyboardInterrupt):
+        interrupt(stop)
+    stop.on_end = stop.log = write
     monkeypatch.setattr(ending, "replace_file", write)
     with pytest.raises(type(error)), reported_first(stop, tmp_path):
         raise error
@@ -112,7 +120,7 @@ def test_a_new_run_removes_the_error_of_the_last(stop, tmp_path):
 
 
 def test_a_stop_is_said_before_the_cleanup(stop, tmp_path, capsys):
-    stop.requested, stop.interrupted_at = "SIGTERM", "in step 7"
+    interrupt(stop)
     with pytest.raises(KeyboardInterrupt), reported_first(stop, tmp_path):
         raise KeyboardInterrupt
     line = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
@@ -150,12 +158,13 @@ def test_secrets_in_addresses_are_masked_everywhere(kind, stop, tmp_path, capsys
     texts = [(tmp_path / name).read_text() for name in ("error.json", "logs/driver.log")]
     assert texts[1].count("https://me:***@host/score?api_key=***&x=1") > 1
     texts.append(capsys.readouterr().err)
-    stop._timer.cancel()  # it would end this process, and `end_at_once` starts another one
-    stop.code = None
+    another = Stop()
+    begin(another, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(ending.os, "_exit", lambda code: None)
         patched.setattr(ending, "write_error", texts.append)
-        ending.end_at_once(stop, tmp_path, error)
+        ending.end_at_once(another, tmp_path, error)
+    another._timer.cancel()  # it would end this process
     assert len(texts) == 4
     for text in texts:
         assert "https://me:***@host/score?api_key=***&x=1" in text

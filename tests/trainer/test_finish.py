@@ -1,6 +1,5 @@
 """Validation, saves and the sequence of steps. The stages are stubs."""
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,18 +7,22 @@ import pytest
 
 from tests.trainer.test_stages import Screen, rewarded_batch
 from verlite.config.schema import Config, DataConfig
+from verlite.control.events import Asked, Save, Saved, StepEnds, StepFinished, StepMeasured
+from verlite.controller import stop as stop_module
 from verlite.controller.stop import Stop
 from verlite.files import RetryingWriter
 from verlite.trainer import checkpoints, finish
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.run import Run, StepState
-from verlite.trainer.time_limit import TimeLimit
 
 
-def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
+def fake_run(tmp_path, resumed_step=0, saved_step=0, trainer=None, **fields) -> Run:
+    """Return a run that begins after `resumed_step`. trainer: settings that are not the default."""
+    config = Config(data=DataConfig(train_files="x"))
+    vars(config.trainer).update(trainer or {})
     values = dict.fromkeys(Run.__dataclass_fields__)
     values |= {
-        "config": Config(data=DataConfig(train_files="x")),
+        "config": config,
         "total_steps": 5,
         "run_dir": tmp_path,
         "display": Screen(),
@@ -31,8 +34,7 @@ def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
             longest_prompt=7,
             longest_response=9,
         ),
-        "stop": SimpleNamespace(requested=None, checkpoint=lambda: "Last checkpoint: step 2."),
-        "limit": TimeLimit(None),
+        "stop": Stop(embedded=True),
         "sampler": SimpleNamespace(epoch=0, state_dict=dict),
         "tracking": SimpleNamespace(
             log=lambda step, metrics: None, samples=lambda step, kind, records: None
@@ -42,14 +44,11 @@ def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
         "workers": {},
         "current": StepState(number=resumed_step),
         "version": 0,
-        "resumed_step": resumed_step,
-        "saved_step": 0,
-        "failed_saves": checkpoints.FailedSaves(),
-        "finished_step": 0,
-        "can_abort": False,
     }
     run = Run(**(values | fields))
+    run.stop.checkpoint = lambda: "Last checkpoint: step 2."
     run.display.step = lambda step, metrics: None
+    run.begin(saved_step)
     return run
 
 
@@ -58,7 +57,9 @@ def events(monkeypatch):
     """Record (name, step) of every validation and save."""
     events = []
     monkeypatch.setattr(finish, "validate", lambda run: events.append(("validate", run.step)) or {})
-    monkeypatch.setattr(finish, "save", lambda run: events.append(("save", run.step)))
+    monkeypatch.setattr(
+        finish, "save", lambda run: events.append(("save", run.step)) or run.tell(Saved())
+    )
     monkeypatch.setattr(finish, "keep_samples", lambda run, batch: None)
     monkeypatch.setattr(
         finish,
@@ -71,36 +72,33 @@ def events(monkeypatch):
 def finish_all_steps(run, stop_at=None):
     for step in run.steps():
         assert not run.metrics, "a step starts with the metrics of the previous one"
-        run.stop.requested = "SIGTERM" if step == stop_at else None
+        run.begin_update()
+        if step == stop_at:
+            run.stop.tell(Asked("SIGTERM"))
         batch = rewarded_batch()
         trained = batch.batch["sampled_tokens"]
         finish.finish_step(run, batch.with_batch(trained_tokens=trained))
 
 
 def test_validation_and_saves_follow_their_frequencies_and_the_last_step(tmp_path, events):
-    run = fake_run(tmp_path)
-    run.config.trainer.test_freq = 2
-    run.config.trainer.save_freq = 3
+    run = fake_run(tmp_path, trainer={"test_freq": 2, "save_freq": 3})
     finish_all_steps(run)
     assert events == [("validate", 2), ("save", 3), ("validate", 4), ("validate", 5), ("save", 5)]
     assert run.metrics["longest"] == (7, 9), "length metrics use the plan's limits"
 
 
 def test_negative_frequencies_never_validate_or_save(tmp_path, events):
-    run = fake_run(tmp_path)
-    run.config.trainer.test_freq = -1
-    run.config.trainer.save_freq = -1
+    run = fake_run(tmp_path, trainer={"test_freq": -1, "save_freq": -1})
     finish_all_steps(run)
     assert events == []
 
 
 def test_a_stop_request_ends_the_run_after_the_step_and_saves(tmp_path, events):
-    run = fake_run(tmp_path)
-    run.config.trainer.test_freq = -1
-    run.config.trainer.save_freq = -1
+    run = fake_run(tmp_path, trainer={"test_freq": -1, "save_freq": -1})
     finish_all_steps(run, stop_at=2)
     assert run.step == 2
     assert events == [("save", 2)]
+    assert run.display == ["SIGTERM: the run finishes step 2, saves it, and stops"]
 
 
 @pytest.mark.parametrize(
@@ -110,38 +108,10 @@ def test_a_stop_request_ends_the_run_after_the_step_and_saves(tmp_path, events):
 def test_validation_before_training_is_skipped_on_resume(
     tmp_path, events, resumed, only, validates, trains
 ):
-    run = fake_run(tmp_path, resumed_step=resumed)
-    run.config.trainer.val_only = only
-    assert finish.start_with_validation(run) == trains
+    run = fake_run(tmp_path, resumed_step=resumed, trainer={"val_only": only})
+    finish.validate_first(run)
     assert events == [("validate", resumed)] * validates
-
-
-def test_a_stop_waits_only_for_finished_steps_without_a_checkpoint(tmp_path, events, monkeypatch):
-    """What `must_save` says at the start of each step, before its end, and after its save."""
-    seen = []
-    run = fake_run(tmp_path, resumed_step=2)
-    run.config.trainer.test_freq = -1
-    run.config.trainer.save_freq = 2
-
-    def save(run):
-        seen.append(("save", run.step, run.must_save))
-        run.saved_step = run.step
-
-    monkeypatch.setattr(finish, "save", save)
-    batch = rewarded_batch()
-    batch = batch.with_batch(trained_tokens=batch.batch["sampled_tokens"])
-    for step in run.steps():
-        seen.append(("start", step, run.must_save))
-        finish.finish_step(run, batch)
-    seen.append(("end", run.step, run.must_save))
-    assert seen == [
-        ("start", 3, False),
-        ("start", 4, True),
-        ("save", 4, True),
-        ("start", 5, False),
-        ("save", 5, True),
-        ("end", 5, False),
-    ]
+    assert list(run.steps()) == ([*range(resumed + 1, 6)] if trains else [])
 
 
 def stoppable(run, monkeypatch):
@@ -153,68 +123,44 @@ def stoppable(run, monkeypatch):
     return ended
 
 
-def test_a_step_is_given_up_only_before_its_first_update(tmp_path, monkeypatch):
-    run = fake_run(tmp_path)
+def test_a_step_is_given_up_only_before_its_first_update(tmp_path, events, monkeypatch):
+    run = fake_run(tmp_path, trainer={"save_freq": -1, "test_freq": -1})
     ended = stoppable(run, monkeypatch)
-    next(run.steps())
-    run.obey_stop()
-    run.stop.requested = "SIGTERM"
-    with pytest.raises(StepAborted):
-        run.obey_stop()
-    assert ended == [["engine"]]
-    run.can_abort = True
+    monkeypatch.setattr(finish, "straggler_metrics", lambda run: {})
+    steps = run.steps()
+    next(steps)
+    run.poll()
+    run.begin_update()
+    batch = rewarded_batch()
+    batch = batch.with_batch(trained_tokens=batch.batch["sampled_tokens"])
+    finish.finish_step(run, batch)
+    next(steps)
+    run.stop.tell(Asked("SIGTERM"))
     with pytest.raises(StepAborted):
         run.begin_update()
-    run.stop.requested = None
-    run.can_abort = True
-    run.begin_update()
-    run.stop.requested = "SIGTERM"
-    run.obey_stop()
-    run.begin_update()
-    assert ended == [["engine"]] * 2
+    assert ended == [["engine"]]
 
 
 def test_a_stop_during_validation_saves_the_step_without_its_result(tmp_path, events, monkeypatch):
-    run = fake_run(tmp_path)
+    run = fake_run(tmp_path, trainer={"save_freq": -1, "test_freq": 1})
     ended = stoppable(run, monkeypatch)
-    run.config.trainer.test_freq = 1
-    run.config.trainer.save_freq = -1
 
     def validate(run):
-        run.stop.requested = "SIGTERM"
-        run.obey_stop()  # as a wait for workers does
+        run.stop.tell(Asked("SIGTERM"))
+        run.poll()  # as a wait for workers does
 
     monkeypatch.setattr(finish, "validate", validate)
     monkeypatch.setattr(finish, "straggler_metrics", lambda run: {})  # its workers are not real
-    batch = rewarded_batch()
-    batch = batch.with_batch(trained_tokens=batch.batch["sampled_tokens"])
-    for _ in run.steps():
-        finish.finish_step(run, batch)
+    finish_all_steps(run)
     assert events == [("save", 1)]
     assert ended == [["engine"]]
-    assert run.display == ["SIGTERM: the validation of step 1 was given up"]
+    assert run.display[1:] == ["SIGTERM: the validation of step 1 was given up"]
 
 
 def test_first_step_is_the_first_of_the_process(tmp_path):
     run = fake_run(tmp_path, resumed_step=3)
     steps = [(step, run.first_step, run.last_step) for step in run.steps()]
     assert steps == [(4, True, False), (5, False, True)]
-
-
-def test_a_run_ends_before_a_step_that_does_not_fit_into_its_wall_time(tmp_path):
-    asked = []
-    run = fake_run(tmp_path, stop=Stop())
-    run.stop.must_save = lambda: True
-    run.stop.on_defer = asked.append
-    run.config.trainer.max_runtime = "1h"
-    done = []
-    for step in run.steps():
-        done.append(step)
-        run.limit.observe({"timing_s/step": 100.0, "timing_s/save_checkpoint": 1.0})
-        run.limit.deadline = time.time() + (1000.0 if step < 2 else 150.0)
-    assert done == [1, 2]
-    assert asked == ["trainer.max_runtime=1h"]
-    assert run.stop.exit_code == 75
 
 
 def test_undo_step_restores_number_metrics_and_sampler(tmp_path):
@@ -247,26 +193,38 @@ class Workers:
         return [None, next(self.errors, None)]
 
 
+def save_next_step(run):
+    """Take a step whose checkpoint is due."""
+    next(run.steps())
+    run.tell(StepFinished())
+    assert run.tell(StepMeasured()) == Save()
+    finish.save(run)
+    run.tell(StepEnds(1.0))
+
+
+EVERY_STEP = {"save_freq": 1, "test_freq": -1}
+
+
 def test_saves_may_fail_a_few_times_in_a_row(tmp_path, monkeypatch):
     workers = Workers(2, ["full", "full", None, "full", "full", "full", "full"])
-    run = fake_run(tmp_path, workers={"actor": workers})
+    settings = EVERY_STEP | {"max_failed_saves": 3}
+    run = fake_run(tmp_path, workers={"actor": workers}, trainer=settings, total_steps=9)
     monkeypatch.setattr(Run, "state", lambda run: {})
-    run.config.trainer.max_failed_saves = 3
-    clock = iter([0.0, 1000.0, 2000.0, 2001.0, 2119.9, 2120.0])
-    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    for run.current.number in range(1, 7):
-        finish.save(run)
-    assert (run.saved_step, run.failed_saves.count, len(run.display)) == (3, 3, 5)
+    now = [0.0]
+    monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for now[0] in (0.0, 1000.0, 1500.0, 2000.0, 2001.0, 2119.9):
+        save_next_step(run)
+    assert (run.saved_step, len(run.display)) == (3, 5)
     assert "trainer.max_failed_saves=3, but not within 120 s of the first" in run.display[-1]
+    now[0] = 2120.0
     with pytest.raises(checkpoints.CheckpointError, match="full"):
-        finish.save(run)
+        save_next_step(run)
 
 
 def test_a_save_fails_if_the_driver_does_not_see_all_files(tmp_path, monkeypatch):
-    run = fake_run(tmp_path, workers={"actor": Workers(1)})
+    run = fake_run(tmp_path, workers={"actor": Workers(1)}, trainer=EVERY_STEP)
     monkeypatch.setattr(Run, "state", lambda run: {})
-    run.current.number = 1
-    finish.save(run)
+    save_next_step(run)
     assert "2 ranks of the actor wrote" in run.display[0]
     assert "sees the files of 1" in run.display[0]
     assert run.saved_step == 0

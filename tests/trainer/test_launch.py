@@ -12,8 +12,9 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.plan import engine_settings
 from verlite.config.schema import Config, DataConfig
+from verlite.control.events import Saved
 from verlite.controller import supervisor_file
-from verlite.trainer import build, checks
+from verlite.trainer import build, checkpoints, checks
 from verlite.trainer.build import restore
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
 from verlite.trainer.common_checks import steps_left
@@ -27,6 +28,7 @@ from verlite.trainer.opening import (
     rl_preflight,
 )
 from verlite.trainer.resume import refuse_changes
+from verlite.trainer.run import Run
 from verlite.trainer.tracking import read_lines
 
 STATE = {"step": 6, "version": 9, "kl_controller": {"value": 0.25}}
@@ -50,7 +52,9 @@ def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved):
     found = rl_preflight(run.config, None)
     found.run_dir, found.state = run_dir, STATE
     found.checkpoint = Checkpoint(tmp_path / "global_step_6", 6)
-    restore(run, beginning(found), STATE)
+    begins = beginning(found)
+    restore(run, begins, STATE)
+    run.begin(begins.saved_step)
     assert (run.step, run.resumed_step, run.kl.value) == (6, 6, weight)
     assert run.version + 1 == 9, "the first sync sends the saved weights under their old version"
     assert run.saved_step == (0 if moved else 6)
@@ -225,7 +229,7 @@ def test_a_stopped_run_saves_unsaved_steps(tmp_path, monkeypatch, saved, saves):
 
     def save(run):
         saved_steps.append(run.step)
-        run.saved_step = run.step
+        return run.tell(Saved())
 
     monkeypatch.setattr(build, "save", save)
     assert build.finalize(run) == 75
@@ -233,8 +237,12 @@ def test_a_stopped_run_saves_unsaved_steps(tmp_path, monkeypatch, saved, saves):
 
 
 def test_a_stopped_run_fails_if_its_steps_cannot_be_saved(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise CheckpointError("full")
+
     run = fake_run(tmp_path, resumed_step=2)
-    monkeypatch.setattr(build, "save", lambda run: None)
+    monkeypatch.setattr(checkpoints, "write", fail)
+    monkeypatch.setattr(Run, "state", lambda run: {})
     with pytest.raises(CheckpointError, match="after step 2"):
         build.finalize(run)
 

@@ -13,7 +13,10 @@ from verlite.algorithms.gap import gap_rows
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.compile import advantage_spec
 from verlite.config.schema import Config, DataConfig, ModelConfig
+from verlite.control.events import Begins
+from verlite.control.policy import Policy
 from verlite.controller.dispatch import join_rows, split_rows
+from verlite.controller.stop import Stop
 from verlite.data.dataset import PromptRow
 from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto, object_array
@@ -86,6 +89,7 @@ class LocalSpec:
 class FakeRun(SimpleNamespace):
     log_prob_role = Run.log_prob_role
     log_prob_worker = Run.log_prob_worker
+    tell, obey, poll = Run.tell, Run.obey, Run.poll
 
     @property
     def advantage(self):
@@ -112,7 +116,6 @@ def fake_run(**fields) -> FakeRun:
         "service": None,
         "shown_failures": set(),
         "tokenizer": SimpleNamespace(decode=lambda ids: f"prompt {list(map(int, ids))}"),
-        "can_abort": False,
         "begin_update": lambda: None,
         "kl": FixedKLController(0.0),
         "plan": SimpleNamespace(
@@ -133,7 +136,10 @@ def fake_run(**fields) -> FakeRun:
             rollout_dtype="float32",
         ),
     }
-    run = FakeRun(**(defaults | fields))
+    run = FakeRun(**(defaults | {"stop": Stop(embedded=True)} | fields))
+    if isinstance(run.stop, Stop):
+        run.stop.screen = run.display
+        run.stop.tell(Begins(Policy(total_steps=9, max_restarts=3)))
     if not hasattr(run, "actor"):
         run.actor = local_actor(run.config, run.plan)
     return run

@@ -7,11 +7,23 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.test_stages import fake_run
+from verlite.control.events import (
+    Asked,
+    Begins,
+    EnginesDied,
+    EnginesRestarted,
+    StepFinished,
+    StepWanted,
+    UpdateBegins,
+)
+from verlite.control.patience import Phase
+from verlite.control.policy import Policy
 from verlite.controller.failures import Cause, RankDied, StuckError, WorkerError, worker_error
 from verlite.controller.node import Diagnosis
 from verlite.spec.weight_routes import weight_routes
 from verlite.trainer import recovery
-from verlite.trainer.errors import StepAborted, exit_code
+from verlite.trainer import run as trainer_run
+from verlite.trainer.errors import exit_code
 from verlite.trainer.run import StepState
 from verlite.trainer.stages import weights
 from verlite.trainer.stages.weights import call_engines, sync_weights
@@ -138,9 +150,12 @@ class Once(Calls):
 
 
 def restarts_into(book, monkeypatch):
-    monkeypatch.setattr(
-        weights, "restart_engines", lambda run, error, may_stop=False: book.append("restarted")
-    )
+    def restart_engines(run, error):
+        run.tell(EnginesDied(1, "rollout rank 0", "gone"))
+        run.tell(EnginesRestarted())
+        book.append("restarted")
+
+    monkeypatch.setattr(weights, "restart_engines", restart_engines)
 
 
 def test_a_sync_that_an_engine_dies_in_is_repeated_under_the_same_version(monkeypatch):
@@ -156,11 +171,12 @@ def test_a_new_engine_gets_the_weights_before_it_repeats_its_part(asleep, monkey
     book, run = synced()
     restarts_into(book, monkeypatch)
     run.version = 4  # the sync of this version is the one that is repeated
-    run.can_abort, could_abort = True, []
-    give = weights.give_weights
+    run.tell(StepWanted())
+    assert run.stop.machine.phase is Phase.SAMPLE
+    phases, give = [], weights.give_weights
 
     def give_weights(run, version):
-        could_abort.append(run.can_abort)
+        phases.append(run.stop.machine.phase)
         return give(run, version)
 
     monkeypatch.setattr(weights, "give_weights", give_weights)
@@ -172,7 +188,7 @@ def test_a_new_engine_gets_the_weights_before_it_repeats_its_part(asleep, monkey
 
     call_engines(run, generate, asleep, "rows")
     repeated = ["restarted", *IN_ORDER, ("call", "send_missing"), ("call", "result")]
-    assert run.can_abort and could_abort == [False]
+    assert phases == [Phase.RESYNC] and run.stop.machine.phase is Phase.SAMPLE
     assert book == repeated + [("rollout", "sleep")] * asleep and run.version == 4
 
 
@@ -189,6 +205,10 @@ class Engines:
 
     def __init__(self, *errors):
         self.errors, self.restarted, self.supervisor = list(errors), [], self
+        self.workers, self.stopped = [], 0
+
+    def stop(self, workers):
+        self.stopped += 1
 
     def settle(self, workers):
         return list(workers)
@@ -281,6 +301,7 @@ def test_restarts_are_counted_per_step_and_limited(monkeypatch):
         restart(run, engines, monkeypatch)
     assert len(engines.restarted) == 3
     run.current = StepState(number=2)
+    run.tell(StepWanted())
     restart(run, engines, monkeypatch)
 
 
@@ -288,7 +309,7 @@ def test_restarts_are_counted_per_step_and_limited(monkeypatch):
 def test_an_engine_that_fails_in_every_process_fails_for_good(limit, code, monkeypatch):
     _, run = synced()
     run.current = StepState(number=1)
-    run.config.actor_rollout_ref.rollout.max_restarts = limit
+    run.tell(Begins(Policy(total_steps=9, max_restarts=limit)))
     failed = Cause(engine_of(0), "generate", "the engine died", "EngineDied", "CUDA", "", 0.0)
     error = worker_error([failed], Diagnosis("", "running", 0), 0)
     monkeypatch.setattr(recovery, "group", lambda workers: Engines())
@@ -303,50 +324,37 @@ def test_an_engine_that_fails_in_every_process_fails_for_good(limit, code, monke
 @pytest.mark.parametrize("when", ["in the update", "while the engine starts"])
 def test_a_stop_waits_for_no_restart_after_an_update(when, monkeypatch):
     book, run = synced()
-    run.current, run.can_abort = StepState(number=1), False
-    run.stop = SimpleNamespace(requested=None)
+    run.current, run.workers = StepState(number=2), {"rollout": "the engines"}
     engines = Engines()
-
-    def obey_stop():
-        assert run.can_abort, "the actor's calls must have ended"
-        if run.stop.requested:
-            run.can_abort = False
-            raise StepAborted
-
-    def start(workers):
-        run.stop.requested = "SIGTERM"
-        obey_stop()
-
-    run.obey_stop = obey_stop
     monkeypatch.setattr(recovery, "group", lambda workers: engines)
-    if when == "in the update":
-        run.stop.requested = "SIGTERM"
-    else:
-        engines.restart = start
-    run.rollout = Once(book, "rollout", "load_weights")
-    sync_weights(run)
-    assert book == IN_ORDER[:3] and engines.restarted == []
-    assert run.version == 4 and not run.can_abort and run.metrics == {}
+    monkeypatch.setattr(trainer_run, "group", lambda workers: engines)
 
-    run.stop.requested, run.rollout = None, Once(book, "rollout", "load_weights")
-    engines.restart = engines.restarted.append
-    book.clear()
-    sync_weights(run)
+    def finish(step):
+        """Take a step up to the sync of its weights."""
+        run.rollout = Once(book, "rollout", "load_weights")
+        run.tell(StepWanted())
+        run.tell(UpdateBegins())
+        if step == 2 and when == "in the update":
+            run.stop.tell(Asked("SIGTERM"))
+        sync_weights(run)
+        run.tell(StepFinished())
+
+    finish(1)
     restarted = [("rollout", "sleep"), ("actor", "engine_restarted")]
     again = [*IN_ORDER[:3], *restarted, *IN_ORDER]
     assert [call[:2] for call in book] == [call[:2] for call in again]
-    assert len(engines.restarted) == 1 and run.version == 5 and not run.can_abort
+    assert len(engines.restarted) == 1 and engines.stopped == 0 and run.version == 4
+    book.clear()
 
+    def start(workers):
+        run.stop.tell(Asked("SIGTERM"))
+        run.poll()
 
-def test_the_first_sync_needs_its_engines_whatever_was_asked(monkeypatch):
-    book, run = synced()
-    run.step, run.rollout = 0, Once(book, "rollout", "load_weights")
-    asked = []
-    monkeypatch.setattr(
-        weights, "restart_engines", lambda run, died, may_stop: asked.append(may_stop)
-    )
-    sync_weights(run)
-    assert asked == [False] and run.version == 4
+    engines.restart = start
+    finish(2)
+    assert [call[:2] for call in book] == [call[:2] for call in IN_ORDER[:3]]
+    assert engines.stopped == 1 and run.version == 5
+    assert run.display[-1] == "SIGTERM: no engine is started again; the run saves step 2 and stops"
 
 
 def test_an_engine_that_cannot_be_started_again_ends_the_run_with_its_first_death(monkeypatch):
