@@ -1,0 +1,293 @@
+"""What must hold in every schedule: a second bookkeeping, which does not look into the machine.
+
+The names of the rules, as a broken one prints them:
+
+save       a finished step is never thrown away, a save that is due never forgotten
+update     no update and no finished step is given up half-way
+step       no step is skipped or repeated; validations and saves come exactly when they are due
+stop       a stop ends within its time, gives up what it may, and waits for nothing else
+wall time  a run ends before its wall time, and not earlier than it must
+engines    restarts are bounded, and happen when they may
+outage     waits and repetitions are bounded, and as long as they may be
+code       the exit code is that of the first cause
+progress   without faults all steps are taken and nothing waits
+end        nothing waits or repeats without end
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from verlite.control import events as e
+from verlite.control.exit_codes import DONE, INTERRUPTED, STOPPED
+from verlite.control.policy import Policy
+
+if TYPE_CHECKING:
+    from tests.control.world import World
+
+# The times of docs/failures.md, on purpose not those of verlite.control.limits.
+END_S, LEAVE_S, REPEAT_S, CLEAN_S = 8.0, 20.0, 1.0, 30.0
+UNKNOWN_SAVE_S, SLOWER, FAILED_SAVES_S = 60.0, 1.5, 120.0
+RESAMPLES, SHORTEST_S, HEALTH_S = 3, 0.001, 2.0
+SLACK_S = 2.5
+"""Of a simulated clock: ticks of the watching thread."""
+CAN_GIVE_UP = ("sample", "validate", "restart")
+
+
+class Broken(Exception):
+    """A rule was broken."""
+
+
+class Rules:
+    """The rules of one attempt."""
+
+    def __init__(self, world: "World", policy: Policy) -> None:
+        self.world, self.policy = world, policy
+        self.where = "open"
+        self.begun = False
+        """Whether the loop has begun."""
+        self.start = self.finished = world.saved
+        self.asked: str | None = None
+        """What the main thread was asked to stop by."""
+        self.first_signal: str | None = None
+        self.asked_at = self.last_signal = self.second_at = 0.0
+        self.counted = 0
+        self.idle_since = 0.0
+        self.code: int | None = None
+        self.restarts = self.resamples = self.failed = 0
+        self.first_failed = 0.0
+        self.outage: tuple[e.Outage, float] | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, self.where = self.where, name
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def check(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise Broken(f"{text} (at {self.world.now:.3f} s, {self.where}, step {self.finished})")
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a stop has to wait."""
+        if not self.policy.gives_up:
+            return self.begun
+        return self.finished > max(self.world.saved, self.start)
+
+    @property
+    def stops(self) -> bool:
+        return self.policy.gives_up and self.asked is not None
+
+    def due(self, frequency: int) -> bool:
+        step = self.finished
+        return frequency > 0 and (step == self.policy.total_steps or step % frequency == 0)
+
+    def signal(self, name: str) -> None:
+        """A signal reaches the process."""
+        now = self.world.now
+        if self.first_signal is None and self.asked is None:
+            self.first_signal, self.asked_at = name, now
+            self.idle_since = now
+        elif self.counted and now - self.last_signal <= REPEAT_S:
+            return
+        elif name == "SIGHUP" and not (self.counted == 0 and self.first_signal == name):
+            return
+        self.counted += 1
+        self.last_signal = now
+        if self.counted == 2:
+            self.second_at = now
+
+    def look(self, event: e.Event, commands: list[Any]) -> None:
+        """Compare what the machine said with what it should say."""
+        kinds = {type(command) for command in commands}
+        now = self.world.now
+        if e.WallTimeOver in kinds:
+            self.check(self.left() < self.needed(event), "wall time: stopped although there is time")
+            self.asked_at = now
+            if self.asked is None:
+                self.asked, self.idle_since = "time", now
+        elif self.policy.deadline and self.asked is None and self.code is None:
+            looks = isinstance(event, e.Polled | e.UpdateBegins) or e.BeginStep in kinds
+            if looks and self.begun | (e.BeginStep in kinds) | (self.where != "open"):
+                in_time = self.left() >= self.needed(event)
+                self.check(in_time or not self.policy.gives_up and e.BeginStep not in kinds,
+                           "wall time: it is ignored")  # fmt: skip
+        if e.GiveUp in kinds:
+            self.check(self.asked is not None, "update: given up although nothing was asked")
+            in_time = self.where in CAN_GIVE_UP or isinstance(event, e.EnginesDied)
+            self.check(in_time and self.policy.gives_up, "update: something was given up half-way")
+        by = getattr(self, "_" + type(event).__name__, None)
+        if by is not None:
+            by(event, commands, kinds)
+        if e.EndProcess in kinds:
+            self._end_process(commands)
+
+    # Wall time
+
+    def left(self) -> float:
+        assert self.policy.deadline is not None
+        return self.policy.deadline - self.world.now
+
+    def needed(self, event: e.Event) -> float:
+        step = SLOWER * self.world.step_s if isinstance(event, e.StepWanted) else 0.0
+        return step + SLOWER * (self.world.save_s or UNKNOWN_SAVE_S) + CLEAN_S
+
+    # Events of the loop
+
+    def _Started(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        wanted = self.policy.validates_first and not self.start
+        self.check((e.Validate in kinds) == wanted, "step: the first validation")
+
+    def _StepWanted(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        self.begun = True
+        self.restarts = self.resamples = 0
+        goes_on = self.finished < self.policy.total_steps and self.asked is None
+        self.check((e.BeginStep in kinds) == goes_on, "step: the loop goes on or ends wrongly")
+        if goes_on:
+            step = next(c.step for c in commands if isinstance(c, e.BeginStep))
+            self.check(step == self.finished + 1, "step: one is skipped or repeated")
+
+    def _UpdateBegins(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        if self.where == "sample":
+            asked = self.asked is not None
+            self.check((e.GiveUp in kinds) == asked, "stop: an update begins after the request")
+
+    def _Polled(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        if self.stops and self.unsaved and self.where in CAN_GIVE_UP:
+            self.check(e.GiveUp in kinds, "stop: it waits for what could be given up")
+
+    def _StepFinished(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        self.finished += 1
+
+    def _StepMeasured(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        validates = self.due(self.policy.test_freq) and not self.stops
+        self.check((e.Validate in kinds) == validates, "step: a validation is due, or is not")
+        if not validates:
+            self._Validated(event, commands, kinds)
+
+    def _Validated(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        saves = self.due(self.policy.save_freq) or self.stops
+        self.check((e.Save in kinds) == saves, "save: a save is due, or is not")
+
+    def _Saved(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        self.failed = 0
+
+    def _SaveFailed(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        if not self.failed:
+            self.first_failed = self.world.now
+        self.failed += 1
+        limit, last = self.policy.max_failed_saves, self.finished == self.policy.total_steps
+        late = self.world.now - self.first_failed >= FAILED_SAVES_S or limit == 1 or last
+        ends = (self.failed >= limit and late) or self.where_ends
+        self.check((e.Fail in kinds) == ends, "save: failed saves end the run too early or too late")
+
+    where_ends = False
+
+    def _LoopEnds(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        self.where_ends = True
+        policy = self.policy
+        if self.finished < policy.total_steps or self.stops:
+            expected: Any = e.Save() if self.finished > self.world.saved else e.Exit(STOPPED)
+        else:
+            expected = e.Export() if policy.exports and self.finished else e.Exit(DONE)
+        self.check(commands[-1] == expected, f"save: {commands[-1]} at the end, not {expected}")
+
+    # Engines and services
+
+    def _EnginesDied(self, event: e.EnginesDied, commands: list[Any], kinds: set[type]) -> None:
+        if self.stops and self.unsaved:
+            self.check(e.GiveUp in kinds, "stop: it waits for an engine that nothing needs")
+        elif e.GiveUp not in kinds and e.Interrupt not in kinds:
+            may = self.restarts + event.count <= self.policy.max_restarts
+            self.check((e.Restart in kinds) == may, "engines: restarts are not bounded")
+            self.restarts += event.count
+
+    def _Answered(self, event: e.Answered, commands: list[Any], kinds: set[type]) -> None:
+        waits = event.outage is not None and self.resamples < RESAMPLES
+        self.check((e.CheckHealth in kinds) == waits, "outage: it is waited for, or is not")
+        if event.outage is None or not waits:
+            self.resamples = 0
+        else:
+            self.outage = (event.outage, self.world.now)
+
+    def _Health(self, event: e.Health, commands: list[Any], kinds: set[type]) -> None:
+        assert self.outage is not None
+        outage, began = self.outage
+        left = outage.limit_s - (self.world.now - began)
+        self.check((e.Resample in kinds) == (not event.is_broken), "outage: it has ended")
+        if event.is_broken:
+            waits = left >= SHORTEST_S
+            self.check((e.CheckHealth in kinds) == waits, "outage: it is waited for too long")
+            after_s = commands[-1].after_s if waits else SHORTEST_S
+            good = SHORTEST_S <= after_s <= min(HEALTH_S, max(left, SHORTEST_S)) + 1e-9
+            self.check(good, f"outage: a wait of {after_s} s")
+            if not waits:
+                self.resamples = 0
+        else:
+            self.resamples += 1
+
+    # Stops
+
+    def _Asked(self, event: e.Asked, commands: list[Any], kinds: set[type]) -> None:
+        if self.asked is not None or self.code is not None:
+            self.check(not commands, "code: a later request changes something")
+            return
+        self.asked = event.name
+        interrupts = event.name == "SIGINT" or not self.unsaved
+        rule = "save: a finished step is thrown away" if not interrupts else "stop: nothing is unsaved"
+        self.check((e.Interrupt in kinds) == interrupts, rule)
+
+    def _Signal(self, event: e.Signal, commands: list[Any], kinds: set[type]) -> None:
+        self._Watched(event, commands, kinds)
+
+    def _Watched(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        now = self.world.now
+        if self.code is not None or e.EndProcess in kinds:
+            return
+        saves = self.unsaved and (self.first_signal != "SIGINT" or self.asked == "time")
+        if saves:
+            self.idle_since = now
+            self.check(self.counted < 3, "stop: a third signal does not end the process")
+            late = self.counted == 2 and now > self.second_at + self.policy.stop_grace_s + SLACK_S
+            self.check(not late, "stop: a second signal does not end the save")
+        else:
+            self.check(now - self.idle_since <= LEAVE_S + SLACK_S, "stop: the process does not end")
+
+    def _end_process(self, commands: list[Any]) -> None:
+        end, now = commands[-1], self.world.now
+        if self.code is None:
+            self.code = self.stop_code
+        self.check(end.code == self.code, "code: the process ends with another one")
+        if self.asked == "time" or self.first_signal != "SIGINT":
+            limited = self.counted > 2 or (
+                self.counted == 2 and now >= self.second_at + self.policy.stop_grace_s
+            )
+            kept = not self.unsaved or end.was_decided or limited
+            self.check(kept, "save: the process ends while it saves")
+        early = self.counted < 2 and now - self.idle_since < END_S
+        self.check(not early, "stop: the process ends before it could clean up")
+
+    # The end
+
+    @property
+    def stop_code(self) -> int:
+        first = self.asked or self.first_signal
+        return INTERRUPTED if first in ("SIGINT", None) else STOPPED
+
+    def _Ended(self, event: e.Ended, commands: list[Any], kinds: set[type]) -> None:
+        if self.code is None:
+            self.code = self.stop_code if event.code is None else event.code
+
+    def ended(self, code: int) -> None:
+        """The process has ended."""
+        self.check(code == self.code, f"code: {code}, not {self.code}")
+        limited = self.counted > 1 or "SIGINT" in (self.asked, self.first_signal)
+        if code == STOPPED and not limited:
+            kept = self.finished <= max(self.world.saved, self.start)
+            self.check(kept, "save: a finished step is thrown away")
+        if code == DONE:
+            self.check(self.finished == self.policy.total_steps, "progress: steps are missing")
+            self.check(self.world.exported or not self.policy.exports, "save: nothing is exported")
