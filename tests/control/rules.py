@@ -105,7 +105,9 @@ class Rules:
         kinds = {type(command) for command in commands}
         now = self.world.now
         if e.WallTimeOver in kinds:
-            self.check(self.left() < self.needed(event), "wall time: stopped although there is time")
+            self.check(
+                self.left() < self.needed(event), "wall time: stopped although there is time"
+            )
             self.asked_at = now
             if self.asked is None:
                 self.asked, self.idle_since = "time", now
@@ -182,7 +184,9 @@ class Rules:
         limit, last = self.policy.max_failed_saves, self.finished == self.policy.total_steps
         late = self.world.now - self.first_failed >= FAILED_SAVES_S or limit == 1 or last
         ends = (self.failed >= limit and late) or self.where_ends
-        self.check((e.Fail in kinds) == ends, "save: failed saves end the run too early or too late")
+        self.check(
+            (e.Fail in kinds) == ends, "save: failed saves end the run too early or too late"
+        )
 
     where_ends = False
 
@@ -237,7 +241,9 @@ class Rules:
             return
         self.asked = event.name
         interrupts = event.name == "SIGINT" or not self.unsaved
-        rule = "save: a finished step is thrown away" if not interrupts else "stop: nothing is unsaved"
+        rule = (
+            "save: a finished step is thrown away" if not interrupts else "stop: nothing is unsaved"
+        )
         self.check((e.Interrupt in kinds) == interrupts, rule)
 
     def _Signal(self, event: e.Signal, commands: list[Any], kinds: set[type]) -> None:

@@ -18,7 +18,7 @@ class Fault:
     until: float = 0.0
     """full, outage: the end."""
     name: str = ""
-    """signal: its name."""
+    """signal: its name. outage: "flaky" if health checks pass."""
     in_c: bool = False
     """signal: the main thread runs C code, and learns of it when its stage has ended."""
 
@@ -46,6 +46,7 @@ class Schedule:
     test_s: float = 10.0
     save_s: float = 4.0
     cleanup_s: float = 3.0
+    health_s: float = 0.0
     varies: float = 1.0
     """A stage takes up to this many times its seconds."""
     faults: tuple[Fault, ...] = field(default_factory=tuple)
@@ -76,6 +77,7 @@ def schedule(seed: int) -> Schedule:
         test_s=uniform(0.1, 30.0),
         save_s=pick((uniform(0.1, 5.0), uniform(20.0, 70.0))),
         cleanup_s=pick((0.5, 5.0, 15.0, 1000.0)),
+        health_s=pick((0.0, 0.0, 0.01)),
         varies=pick((1.0, 1.3)),
     )
     length = steps * (settings.sample_s + settings.update_s + settings.save_s) * 1.3 + 10.0
@@ -91,9 +93,13 @@ def schedule(seed: int) -> Schedule:
                 at += pick((0.05, 0.5, 1.5, uniform(0.0, 40.0)))
                 found.append(Fault("signal", at, name=pick(SIGNALS)))
         elif kind in ("full", "outage"):
-            found.append(Fault(kind, at, at + pick((3.0, 20.0, 200.0)) * uniform(0.5, 1.0)))
+            flaky = "flaky" if kind == "outage" and draw.random() < 0.3 else ""
+            length_s = pick((3.0, 20.0, 200.0)) * uniform(0.5, 1.0)
+            found.append(Fault(kind, at, at + length_s, name=flaky))
         elif kind == "engine":
             found += [Fault(kind, at + more) for more in (0.0, 0.0, 5.0, 9.0)[: pick((1, 1, 2, 4))]]
+            if draw.random() < 0.4:  # while it is started again
+                found.append(Fault("signal", at + uniform(0.0, 8.0), name=pick(SIGNALS)))
         else:
             found.append(Fault(kind, at))
     return replace(settings, faults=tuple(sorted(found, key=lambda fault: fault.at)))

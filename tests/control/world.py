@@ -7,8 +7,8 @@ machine, and compared after every event.
 """
 
 import random
-from contextlib import suppress
 from collections.abc import Iterator
+from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -61,9 +61,10 @@ class World:
         self.pending = [f for f in schedule.faults if f.kind not in ("full", "outage")]
         self.events = 0
 
-    def is_in(self, kind: str) -> bool:
-        """Whether the disk is full, or the service down."""
-        return any(f.kind == kind and f.at <= self.now < f.until for f in self.schedule.faults)
+    def is_in(self, kind: str, but: str = "no name") -> bool:
+        """Whether the disk is full, or a service down that has not this name."""
+        faults = (f for f in self.schedule.faults if f.kind == kind and f.name != but)
+        return any(f.at <= self.now < f.until for f in faults)
 
     def run(self) -> list[int | None]:
         """Start the command until it is done, or has failed. Return the exit codes.
@@ -145,8 +146,9 @@ class Process:
                     following = command
         return following
 
-    def take(self, seconds: float, polls: bool = False) -> None:
-        """Let time pass in the main thread. polls: it waits for workers."""
+    def take(self, seconds: float, polls: bool = False, engines: bool = False) -> None:
+        """Let time pass in the main thread. polls: it waits for workers. engines: it stops to wait
+        if an engine dies."""
         world = self.world
         end = world.now + seconds
         stride = max(1.0, seconds / 3)
@@ -166,7 +168,7 @@ class Process:
             if world.now >= poll:
                 poll = world.now + stride
                 self.tell(e.Polled())
-            if world.now >= end:
+            if world.now >= end or (engines and self.deaths):
                 break
         while self.late:
             self.tell(e.Asked(self.late.pop(0)))
@@ -197,7 +199,7 @@ class Process:
 
     def call(self, seconds: float) -> None:
         """A call of all rollout engines. Raises EnginesGone after it if one died meanwhile."""
-        self.take(self.varied(seconds), polls=True)
+        self.take(self.varied(seconds), polls=True, engines=True)
         if self.deaths:
             count, self.deaths = self.deaths, 0
             raise EnginesGone(count)
@@ -244,8 +246,8 @@ class Process:
             following = self.tell(e.Answered(outage))
             while isinstance(following, e.CheckHealth):
                 self.take(following.after_s)
-                self.call_engines(0.01)
-                following = self.tell(e.Health(world.is_in("outage")))
+                self.call_engines(s.health_s)
+                following = self.tell(e.Health(world.is_in("outage", but="flaky")))
             if not isinstance(following, e.Resample):
                 return
 
@@ -256,10 +258,11 @@ class Process:
 
     def train(self) -> None:
         s, rules = self.schedule, self.rules
-        with rules.phase("start"):
-            self.give_weights()
-            if self.tell(e.Started()) == e.Validate():
-                self.generate(s.test_s)
+        if s.gives_up:
+            with rules.phase("start"):
+                self.give_weights()
+                if self.tell(e.Started()) == e.Validate():
+                    self.generate(s.test_s)
         for _ in self.steps():
             began = self.world.now
             with rules.phase("sample" if s.gives_up else "update"):

@@ -16,6 +16,7 @@ PACKAGES = (
     "http",
     "protocol",
     "weights",
+    "control",
     "config",
     "data",
     "rewards",

@@ -58,11 +58,6 @@ def _rows_mixed_up(original, batch, names=None):
     return fetched.with_non_tensor(**reverse)
 
 
-def _decides_again(original, self, code, limit_s=None):
-    self.code = None
-    return original(self, code, limit_s)
-
-
 def _every_method(original, worker_class, method):
     try:
         return original(worker_class, method)
@@ -286,18 +281,6 @@ MUTANTS = [
         PLACEMENT + "_has",
         constant(lambda free, needs: True),
         ("tests/controller/test_joined.py",),
-    ),
-    Mutant(
-        "a later exit code replaces the first",
-        STOP + "Stop.decide",
-        calls(_decides_again),
-        ("tests/controller/test_stop.py", ENDING),
-    ),
-    Mutant(
-        "nothing limits the time after the exit code is decided",
-        STOP + "Stop.decide",
-        argument("limit_s", lambda limit_s: 1e6),
-        ("tests/controller/test_stop.py",),
     ),
     Mutant(
         "the end of a process of Ray is not noticed",

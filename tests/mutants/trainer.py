@@ -69,11 +69,6 @@ def _groups_always_differ(original, run, batch, samples):
     return original(run, batch, samples)
 
 
-def _restarts_forgotten(original, run, died):
-    run.current.engine_restarts = 0
-    original(run, died)
-
-
 def _keeps_truncated(original, run, batch):
     enabled = run.config.algorithm.mask_truncated
     run.config.algorithm.mask_truncated = False
@@ -97,10 +92,6 @@ def _by_position(original, uids, updates, seed):
     return original(rows, updates, seed)
 
 
-def _never_saves(original, run, frequency):
-    return False
-
-
 def _first_rank_only(original, numbers, lengths, n_ranks, balance):
     ranks = original(numbers, lengths, n_ranks, balance)
     return [[row for rank in ranks for row in rank]] + [[]] * (n_ranks - 1)
@@ -120,11 +111,6 @@ def _failed_count_as_zero(original, sources, uids, variables, *rest):
 
 def _truncated_lines_kept(original, self, path, writer, resumed_step=0):
     return original(self, path, writer, 10**9)
-
-
-def _observes_the_last(original, self, metrics):
-    self.step_s = self.save_s = 0.0
-    original(self, metrics)
 
 
 def _sampler_not_restored(original, self):
@@ -358,28 +344,10 @@ MUTANTS = [
         ("tests/trainer/test_tracking.py",),
     ),
     Mutant(
-        "every restart of an engine renews the limit of restarts",
-        "verlite.trainer.recovery:restart_engines",
-        calls(_restarts_forgotten),
-        ("tests/trainer/test_sync.py",),
-    ),
-    Mutant(
         "an undone step has consumed its prompts",
         RUN + "undo_step",
         calls(_sampler_not_restored),
         ("tests/trainer/test_finish.py",),
-    ),
-    Mutant(
-        "nothing is validated or saved between steps",
-        FINISH + "due",
-        calls(_never_saves),
-        ("tests/trainer/test_finish.py",),
-    ),
-    Mutant(
-        "three failed saves within seconds end the run",
-        CHECKPOINTS + "FAILED_SAVES_S",
-        constant(0.0),
-        ("tests/trainer/test_finish.py::test_saves_may_fail_a_few_times_in_a_row",),
     ),
     Mutant(
         "a checkpoint of an earlier run counts as this command's",
@@ -433,28 +401,10 @@ MUTANTS = [
         (ENDING,),
     ),
     Mutant(
-        "max_runtime does not learn how long steps and saves take",
-        LIMIT + "TimeLimit.observe",
-        does_nothing,
-        TIME,
-    ),
-    Mutant(
-        "the last step and save count, not the longest",
-        LIMIT + "TimeLimit.observe",
-        calls(_observes_the_last),
-        TIME,
-    ),
-    Mutant(
         "each restart has the whole of max_runtime",
         LIMIT + "STARTED",
         constant("NO_SUCH_VARIABLE"),
         TIME,
-    ),
-    Mutant(
-        "a stop waits for the restart of an engine that nothing needs",
-        "verlite.trainer.recovery:restart_engines",
-        argument("may_stop", lambda may_stop: False),
-        ("tests/trainer/test_sync.py",),
     ),
     Mutant(
         "training files are hashed at the first save, when they may have changed",

@@ -1,0 +1,122 @@
+"""What the control says to the user, and decisions that need no simulation."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import verlite.control
+from verlite.control import events as e
+from verlite.control import limits
+from verlite.control.machine import Machine
+from verlite.control.policy import Policy, is_due
+
+POLICY = Policy(total_steps=5, max_restarts=1, failed_saves_key="trainer.max_failed_saves=")
+
+
+def machine(*events, policy=POLICY, **begins) -> Machine:
+    """Return a machine after these events, one second apart."""
+    found = Machine()
+    for now, event in enumerate((e.Begins(policy, **begins), *events)):
+        found.handle(event, float(now))
+    return found
+
+
+STEP = (e.StepWanted(), e.UpdateBegins(), e.StepFinished(), e.StepMeasured(), e.StepEnds(1.0))
+
+
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [
+        ((*STEP, e.StepWanted()), "step 1 is not saved yet; the run stops once it is"),
+        (
+            (*STEP, e.StepWanted(), e.UpdateBegins()),
+            "the run finishes step 2, saves it, and stops",
+        ),
+    ],
+)
+def test_a_stop_says_what_will_happen(events, text):
+    said = machine(*events).handle(e.Asked("SIGTERM"), 99.0)
+    assert said == [e.Say(f"SIGTERM: {text}")]
+
+
+def test_an_engine_that_dies_in_an_update_that_stops_is_not_started_again():
+    stopped = machine(*STEP, e.StepWanted(), e.UpdateBegins(), e.Asked("SIGTERM"))
+    assert stopped.handle(e.EnginesDied(1, "rollout rank 0", "gone"), 99.0) == [
+        e.Say("SIGTERM: no engine is started again; the run saves step 2 and stops"),
+        e.GiveUp(),
+    ]
+
+
+def test_restarts_name_the_engine_and_the_limit():
+    one = machine(e.StepWanted())
+    died = e.EnginesDied(1, "rollout rank 0", "rollout rank 0 was killed", fails_on_samples=True)
+    warn, restart = one.handle(died, 1.0)
+    assert warn.text == (
+        "rollout rank 0 was killed. Starting again: rollout rank 0 (1 of "
+        "actor_rollout_ref.rollout.max_restarts=1 in this step)"
+    )
+    assert restart == e.Restart(1)
+    one.handle(e.EnginesRestarted(), 2.0)
+    (fail,) = one.handle(died, 3.0)
+    assert not fail.may_pass, "the same samples have failed in two processes"
+    assert fail.reason == (
+        "1 rollout engines were started again in step 1, and at most 1 are started again "
+        "(actor_rollout_ref.rollout.max_restarts)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("at", "name", "exit_code"),
+    [(1.0, "SIGINT", 130), (1.0, "SIGHUP", 75)],
+)
+def test_the_first_cause_decides_the_exit_code(at, name, exit_code):
+    one = machine(e.StepWanted())
+    assert one.handle(e.Asked(name), at) == [e.Interrupt()]
+    assert one.handle(e.Ended(None), at) == [e.LeaveWithin(limits.END_S)]
+    assert one.handle(e.Ended(1, "a later error"), at) == []
+    assert one.exit_code == exit_code and one.cause == ""
+
+
+def test_a_run_stops_while_there_is_time_to_save():
+    keeps = limits.LEAVE_S + limits.SPARE_S
+    policy = replace(POLICY, deadline=1000.0, max_runtime="1h")
+    for save_s, needed in ((0.0, 1.5 * limits.UNKNOWN_SAVE_S), (200.0, 300.0)):
+        for late in (-0.1, 0.1):
+            one = machine(*STEP, e.StepWanted(), policy=policy, step_s=100.0, save_s=save_s)
+            commands = one.handle(e.Polled(), 1000.0 - keeps - needed + late)
+            assert (e.GiveUp() in commands) == (late > 0)
+            assert (e.WallTimeOver("trainer.max_runtime=1h") in commands) == (late > 0)
+            one = machine(*STEP, policy=policy, step_s=100.0, save_s=save_s)
+            commands = one.handle(e.StepWanted(), 1000.0 - keeps - needed - 150.0 + late)
+            assert (commands[-1] == e.EndLoop()) == (late > 0)
+
+
+def test_longest_durations_count():
+    one = machine(policy=replace(POLICY, deadline=1000.0))
+    for step_s, save_s in ((100.0, 20.0), (40.0, 0.0)):
+        one.handle(e.StepWanted(), 1.0)
+        one.handle(e.StepFinished(), 1.0)
+        one.handle(e.StepEnds(step_s, save_s), 1.0)
+    needed = 1.5 * (100.0 + 20.0) + limits.LEAVE_S + limits.SPARE_S
+    assert one.handle(e.StepWanted(), 1000.0 - needed) == [e.BeginStep(3)]
+
+
+def test_frequencies():
+    assert [step for step in range(1, 8) if is_due(3, step, 7)] == [3, 6, 7]
+    assert not any(is_due(frequency, step, 7) for frequency in (0, -1) for step in range(1, 8))
+
+
+def test_every_time_is_in_the_table_of_limits():
+    """A number with a meaning in seconds has a name there."""
+    folder = Path(verlite.control.__path__[0])
+    for path in folder.glob("*.py"):
+        if path.name in ("limits.py", "exit_codes.py", "policy.py"):
+            continue
+        numbers = {
+            repr(node.value)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and type(node.value) in (int, float)
+        }
+        assert numbers <= {"0", "1", "2", "0.0"}, f"{path.name}: {numbers}"
