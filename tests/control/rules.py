@@ -16,6 +16,7 @@ end        nothing waits or repeats without end
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from verlite.control import events as e
@@ -54,6 +55,8 @@ class Rules:
         self.counted = 0
         self.idle_since = 0.0
         self.code: int | None = None
+        self.ends_by = inf
+        self.loop_ended = False
         self.restarts = self.resamples = self.failed = 0
         self.first_failed = 0.0
         self.outage: tuple[e.Outage, float] | None = None
@@ -183,15 +186,13 @@ class Rules:
         self.failed += 1
         limit, last = self.policy.max_failed_saves, self.finished == self.policy.total_steps
         late = self.world.now - self.first_failed >= FAILED_SAVES_S or limit == 1 or last
-        ends = (self.failed >= limit and late) or self.where_ends
+        ends = (self.failed >= limit and late) or self.loop_ended
         self.check(
             (e.Fail in kinds) == ends, "save: failed saves end the run too early or too late"
         )
 
-    where_ends = False
-
     def _LoopEnds(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
-        self.where_ends = True
+        self.loop_ended = True
         policy = self.policy
         if self.finished < policy.total_steps or self.stops:
             expected: Any = e.Save() if self.finished > self.world.saved else e.Exit(STOPPED)
@@ -286,10 +287,12 @@ class Rules:
     def _Ended(self, event: e.Ended, commands: list[Any], kinds: set[type]) -> None:
         if self.code is None:
             self.code = self.stop_code if event.code is None else event.code
+            self.ends_by = self.world.now + (END_S if event.code is None else LEAVE_S) + SLACK_S
 
     def ended(self, code: int) -> None:
         """The process has ended."""
         self.check(code == self.code, f"code: {code}, not {self.code}")
+        self.check(self.world.now <= self.ends_by, "end: cleaning up has no end")
         limited = self.counted > 1 or "SIGINT" in (self.asked, self.first_signal)
         if code == STOPPED and not limited:
             kept = self.finished <= max(self.world.saved, self.start)

@@ -93,14 +93,15 @@ def test_a_run_stops_while_there_is_time_to_save():
             assert (commands[-1] == e.EndLoop()) == (late > 0)
 
 
-def test_longest_durations_count():
+@pytest.mark.parametrize(("late", "following"), [(0.0, e.BeginStep(3)), (0.1, e.EndLoop())])
+def test_longest_durations_count(late, following):
     one = machine(policy=replace(POLICY, deadline=1000.0))
     for step_s, save_s in ((100.0, 20.0), (40.0, 0.0)):
         one.handle(e.StepWanted(), 1.0)
         one.handle(e.StepFinished(), 1.0)
         one.handle(e.StepEnds(step_s, save_s), 1.0)
     needed = 1.5 * (100.0 + 20.0) + limits.LEAVE_S + limits.SPARE_S
-    assert one.handle(e.StepWanted(), 1000.0 - needed) == [e.BeginStep(3)]
+    assert one.handle(e.StepWanted(), 1000.0 - needed + late)[-1] == following
 
 
 def test_frequencies():
