@@ -64,7 +64,7 @@ def events(monkeypatch):
     monkeypatch.setattr(
         finish,
         "batch_metrics",
-        lambda batch, *longest: {"perf/total_num_tokens": 1.0, "longest": longest},
+        lambda batch, *given: {"perf/total_num_tokens": 1.0, "longest": given[:2]},
     )
     return events
 
