@@ -23,23 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from verlite.control import limits
-from verlite.control.events import (
-    Asked,
-    Command,
-    Ended,
-    EndProcess,
-    Event,
-    Interrupt,
-    LeaveWithin,
-    NotSaved,
-    SaveLimited,
-    Say,
-    Signal,
-    WallTimeOver,
-    Warn,
-    Watched,
-)
+from verlite.control import events, limits
 from verlite.control.machine import Machine
 from verlite.control.patience import INTERRUPT
 from verlite.controller import supervisor_file
@@ -125,7 +109,7 @@ class Stop:
         self._handlers_before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
         self._turn = threading.RLock()
-        self._late: deque[Event] = deque()
+        self._late: deque[events.Event] = deque()
         self._is_handling = False
         self._wakeup: socket.socket | None = None
 
@@ -144,7 +128,7 @@ class Stop:
         """The decided exit code, or that of a process that was asked to stop."""
         return self.machine.exit_code
 
-    def tell(self, event: Event) -> list[Command]:
+    def tell(self, event: events.Event) -> list[events.Command]:
         """Tell the machine what happened, and do to the process what it says.
 
         Returns:
@@ -155,7 +139,7 @@ class Stop:
         """
         return [command for command in self._decide(event) if not self._obey(command)]
 
-    def _decide(self, event: Event) -> list[Command]:
+    def _decide(self, event: events.Event) -> list[events.Command]:
         """Return what the machine says. Threads take turns."""
         with self._turn:
             if self._is_handling:  # in a signal's handler, which has interrupted the machine
@@ -175,21 +159,20 @@ class Stop:
                 self._wakeup.send(WAKE)
         return commands
 
-    def _obey(self, command: Command) -> bool:
+    def _obey(self, command: events.Command) -> bool:
         """Do what a command to the process says. Returns whether it is one."""
         match command:
-            case Say(text):
+            case events.Say(text):
                 if self.screen is not None:
                     self.screen.info(text)
-            case Warn(text):
+            case events.Warn(text):
                 if self.screen is not None:
                     self.screen.warn(text)
-            case Interrupt():
+            case events.Interrupt():
                 raise KeyboardInterrupt
-            case WallTimeOver(key):
-                told = supervisor_file.Told(str(self.run_dir), f"{key} is over")
-                supervisor_file.tell(told)
-            case NotSaved(another):
+            case events.WallTimeOver(key):
+                supervisor_file.tell(supervisor_file.Told(str(self.run_dir), f"{key} is over"))
+            case events.NotSaved(another):
                 grace = f"{self.machine.policy.stop_grace_s:g}"
                 more = f"; another signal gives it {grace} s more" if another else ""
                 self._say(
@@ -197,14 +180,14 @@ class Stop:
                     f"{self.where()}. The run still saves and then ends{more}. "
                     f"{self.last_checkpoint()}"
                 )
-            case SaveLimited():
+            case events.SaveLimited():
                 self._say(f"a second signal: the save has {self.machine.policy.stop_grace_s:g} s")
-            case LeaveWithin(seconds):
+            case events.LeaveWithin(seconds):
                 if not self.embedded:
                     self._timer = threading.Timer(seconds, self._leave, [seconds])
                     self._timer.daemon = True
                     self._timer.start()
-            case EndProcess():
+            case events.EndProcess():
                 self._end(command)
             case _:
                 return False
@@ -242,7 +225,7 @@ class Stop:
         Returns:
             The code that was decided first. Later ones are ignored.
         """
-        commands = self._decide(Ended(code))
+        commands = self._decide(events.Ended(code))
         decided = self.exit_code
         if commands:
             for command in commands:
@@ -297,8 +280,8 @@ class Stop:
         elif self.embedded and number == signal.SIGINT and self.requested is not None:
             raise KeyboardInterrupt
         else:
-            for command in self._decide(Asked(signal.Signals(number).name)):
-                if isinstance(command, Interrupt):
+            for command in self._decide(events.Asked(signal.Signals(number).name)):
+                if isinstance(command, events.Interrupt):
                     raise KeyboardInterrupt
                 # What the main thread prints may be unfinished, so another thread says it.
                 with suppress(RuntimeError):  # no thread can be started; the request is noted
@@ -313,7 +296,8 @@ class Stop:
             if readable and not data:  # `__exit__` has closed the other end
                 return
             number = next((number for number in data if number in SIGNALS), None)
-            self.tell(Watched() if number is None else Signal(signal.Signals(number).name))
+            name = None if number is None else signal.Signals(number).name
+            self.tell(events.Signal(name) if name else events.Watched())
 
     def warn(self, text: str) -> None:
         """Print and log a warning, from any thread."""
@@ -323,7 +307,7 @@ class Stop:
         write_error(f"\n{text}\n")
         self.log(text)
 
-    def _end(self, command: EndProcess) -> NoReturn:
+    def _end(self, command: events.EndProcess) -> NoReturn:
         def last_words() -> None:
             if command.was_decided:
                 self._say(f"({command.why})")

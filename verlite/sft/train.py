@@ -15,14 +15,7 @@ from torch import Tensor
 
 from verlite.config import sft
 from verlite.config.sft import TuningConfig
-from verlite.control.events import (
-    Save,
-    StepEnds,
-    StepFinished,
-    StepMeasured,
-    Validate,
-    Validated,
-)
+from verlite.control import events
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.sft.batch import build_batch
@@ -76,20 +69,20 @@ def finish_step(run: Run) -> None:
     tokens = run.metrics["perf/total_num_tokens"]
     run.metrics["perf/time_per_step"] = seconds
     run.metrics["perf/throughput"] = tokens / (seconds * run.ranks)
-    run.tell(StepFinished())
-    following = run.tell(StepMeasured())
-    if following == Validate():
+    run.tell(events.StepFinished())
+    following = run.tell(events.StepMeasured())
+    if following == events.Validate():
         with run.stopwatch("testing"), run.display.phase("testing"):
             validate(run)
-        following = run.tell(Validated())
+        following = run.tell(events.Validated())
     run.metrics |= run.stopwatch.metrics()
-    if following == Save():
+    if following == events.Save():
         save(run)
         run.metrics |= run.stopwatch.metrics()
     # A validation cannot be given up, so it counts as a part of the step.
     spent = run.stopwatch.seconds
     seconds += spent.get("testing", 0.0)
-    run.tell(StepEnds(seconds, spent.get("save_checkpoint", 0.0)))
+    run.tell(events.StepEnds(seconds, spent.get("save_checkpoint", 0.0)))
     if run.tracking is not None:
         run.tracking.log(run.step, run.metrics)
         show_step(run)

@@ -6,19 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verlite.control.events import (
-    Command,
-    Fail,
-    Save,
-    Saved,
-    SaveFailed,
-    Started,
-    StepEnds,
-    StepFinished,
-    StepMeasured,
-    Validate,
-    Validated,
-)
+from verlite.control import events
 from verlite.controller.worker_group import group
 from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes
 from verlite.protocol.data import DataProto
@@ -38,7 +26,7 @@ SAMPLES_SHOWN = 3
 
 def validate_first(run: Run) -> None:
     """Validate before the first step if the configuration asks for it."""
-    if run.tell(Started()) == Validate():
+    if run.tell(events.Started()) == events.Validate():
         run.metrics.update(validate(run))
         run.tracking.log(run.step, run.metrics)
         run.display.step(run.step, run.metrics)
@@ -46,21 +34,21 @@ def validate_first(run: Run) -> None:
 
 def finish_step(run: Run, batch: DataProto) -> None:
     """Compute and log the step's metrics, keep samples, then validate and save if they are due."""
-    run.tell(StepFinished())
+    run.tell(events.StepFinished())
     add_metrics(run, batch)
     records = keep_samples(run, batch)
-    following = run.tell(StepMeasured())
-    if following == Validate():
+    following = run.tell(events.StepMeasured())
+    if following == events.Validate():
         with suppress(StepAborted):  # the step is saved without its result
             run.metrics.update(validate(run))
-        following = run.tell(Validated())
+        following = run.tell(events.Validated())
     # A checkpoint keeps its step's metrics, so the timings so far are added before it is written.
     run.metrics.update(run.stopwatch.metrics())
-    if following == Save():
+    if following == events.Save():
         save(run)
     run.metrics.update(run.stopwatch.metrics())
     seconds = run.stopwatch.seconds
-    run.tell(StepEnds(seconds["step"], seconds.get("save_checkpoint", 0.0)))
+    run.tell(events.StepEnds(seconds["step"], seconds.get("save_checkpoint", 0.0)))
     run.tracking.log(run.step, run.metrics)
     run.tracking.samples(run.step, "train", records)
     run.display.step(run.step, run.metrics)
@@ -149,7 +137,7 @@ def straggler_metrics(run: Run) -> Metrics:
     }
 
 
-def save(run: Run) -> Command | None:
+def save(run: Run) -> events.Command | None:
     """Write a checkpoint and delete old ones. Return what the control says then.
 
     A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row
@@ -164,11 +152,11 @@ def save(run: Run) -> Command | None:
                 run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
             )
         except checkpoints.CheckpointError as error:
-            following = run.tell(SaveFailed(str(error)))
-            if isinstance(following, Fail):
+            following = run.tell(events.SaveFailed(str(error)))
+            if isinstance(following, events.Fail):
                 raise checkpoints.CheckpointError(following.reason or str(error)) from error
             return following
-    following = run.tell(Saved())
+    following = run.tell(events.Saved())
     keep = run.config.trainer.max_actor_ckpt_to_keep
     checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
     return following

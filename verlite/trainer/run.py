@@ -12,17 +12,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import code_contents, critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.control.events import (
-    Begins,
-    BeginStep,
-    Command,
-    EndEngines,
-    Event,
-    GiveUp,
-    Polled,
-    StepWanted,
-    UpdateBegins,
-)
+from verlite.control import events
 from verlite.control.policy import Policy
 from verlite.controller.failures import WorkerError
 from verlite.controller.stop import Stop
@@ -203,17 +193,17 @@ class Run:
         )
         self.stop.screen = self.display
         self.stop.tell(
-            Begins(policy, self.step, saved, *longest(trainer.max_runtime, self.run_dir))
+            events.Begins(policy, self.step, saved, *longest(trainer.max_runtime, self.run_dir))
         )
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left. End early if a stop is requested."""
-        while isinstance(command := self.tell(StepWanted()), BeginStep):
+        while isinstance(command := self.tell(events.StepWanted()), events.BeginStep):
             self.previous = self.current
             self.current = StepState(number=command.step, sampler_state=self.sampler.state_dict())
             yield self.step
 
-    def tell(self, event: Event) -> Command | None:
+    def tell(self, event: events.Event) -> events.Command | None:
         """Tell the machine what happened, and do what it says. Return what the loop does next.
 
         Raises:
@@ -223,15 +213,15 @@ class Run:
         """
         return self.obey(self.stop.tell(event))
 
-    def obey(self, commands: list[Command]) -> Command | None:
+    def obey(self, commands: list[events.Command]) -> events.Command | None:
         """End the engines if the machine says so, which frees their device memory for the
         checkpoint. Return the command that is left."""
         following = None
         for command in commands:
-            if isinstance(command, (GiveUp, EndEngines)):
+            if isinstance(command, (events.GiveUp, events.EndEngines)):
                 engines = group(self.workers["rollout"])
                 engines.supervisor.stop(engines.workers)
-            if isinstance(command, GiveUp):
+            if isinstance(command, events.GiveUp):
                 raise StepAborted
             following = command
         return following
@@ -242,7 +232,7 @@ class Run:
         Raises:
             StepAborted, KeyboardInterrupt: see `tell`.
         """
-        self.tell(Polled())
+        self.tell(events.Polled())
 
     def begin_update(self) -> None:
         """From here on the step must be finished: its updates cannot be undone.
@@ -250,7 +240,7 @@ class Run:
         Raises:
             StepAborted: a stop was requested before.
         """
-        self.tell(UpdateBegins())
+        self.tell(events.UpdateBegins())
 
     def undo_step(self) -> None:
         """Return to the end of the last finished step.
