@@ -65,6 +65,8 @@ def test_faults_and_a_restart_of_the_service_change_no_numbers(tmp_path, base):
     port = free_port()
 
     def answer(body):
+        if remote.metrics():  # down from the end of step 1 on
+            return 503, b"down"
         return faults.pop(0) if faults else (200, {"rewards": rewards_of(body)})
 
     with Service(port) as service:

@@ -107,10 +107,9 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base, monkeypatch):
         "trainer.n_gpus_per_node=3",
         "cluster.component_placement={rollout: 0, inference: 1, actor: 2}",
     ]
-    killed = launch(tmp_path, "killed", base, *options)
-    killed.until_step(3)
-    killed.process.kill()
-    killed.process.wait()
+    kill = when_logging(3, "log(self, step, metrics); os.kill(os.getpid(), signal.SIGKILL)")
+    killed = launch(tmp_path, "killed", base, *options, before=kill)
+    assert killed.wait() == -signal.SIGKILL
     killed.assert_nothing_left()
     resumed = launch(tmp_path, "killed", base, *options)
     assert resumed.wait() == 0, resumed.text()
