@@ -4,7 +4,7 @@ Exit codes (docs/failures.md):
     0: done.
     1: failed, and the same command would fail again; the first cause is printed.
     2: the configuration or a file is wrong; nothing was trained.
-    75: stopped by SIGTERM, SIGUSR1 or trainer.max_runtime; the same command resumes.
+    75: stopped by SIGTERM, SIGUSR1, SIGHUP or trainer.max_runtime; the same command resumes.
     76: a process, a node or Ray was lost; the same command resumes and is likely to succeed.
     130: interrupted (Ctrl-C). Steps since the last checkpoint are lost.
 """

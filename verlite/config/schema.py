@@ -1451,8 +1451,8 @@ class TrainerConfig(RunConfig):
     )
     save_freq: int = key(
         -1,
-        "Save a checkpoint every this many steps and at the end. -1: never, so a run that is "
-        "stopped cannot be resumed.",
+        "Save a checkpoint every this many steps and at the end. -1: only if a signal or "
+        "trainer.max_runtime stops the run, so a run that is killed starts over.",
         bound=">= 1 or -1",
         remedy="Use -1 for never.",
     )

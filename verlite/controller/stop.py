@@ -81,7 +81,7 @@ class Stop:
     Python allows signal handlers only in the main thread; in other threads this class handles none.
 
     Attributes:
-        machine: decides. Only `tell` gives it events.
+        machine: decides. Only `_decide` gives it events.
         embedded: the process belongs to a program that calls verlite as a library.
         reported: the error that decided the exit code, if one did.
         screen: where the run prints, once it has begun.

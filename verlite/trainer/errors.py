@@ -40,7 +40,7 @@ class AlreadyComplete(Exception):
 
 
 class StepAborted(Exception):
-    """A stop was requested, so the worker call in progress was given up. See `Run.obey_stop`."""
+    """A stop was requested, so the worker call in progress was given up. See `Run.poll`."""
 
 
 class RewardFailures(Exception):

@@ -141,7 +141,7 @@ def save(run: Run) -> events.Command | None:
     """Write a checkpoint and delete old ones. Return what the control says then.
 
     A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row
-    have failed.
+    have failed, for two minutes at least; the last step of a run has one try.
 
     Raises:
         CheckpointError: too many failed saves in a row, or the run must end with this one.

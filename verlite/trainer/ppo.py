@@ -20,7 +20,7 @@ from verlite.trainer.stages.weights import sync_weights
 
 
 def train(run: Run) -> None:
-    """Train until the last step or until a stop is requested. The last step writes a checkpoint."""
+    """Train until the last step or until a stop is requested."""
     sync_weights(run)
     validate_first(run)
     for _ in run.steps():
