@@ -13,7 +13,7 @@ from tests.chaos.faults import EXPORTING, STARTING, STEPPING, pause
 from tests.chaos.run import Run, differences
 from tests.chaos.workloads import Workload, sums
 from tests.controller.conftest import within
-from tests.trainer.runs import processes_of
+from tests.trainer.runs import one_thread, processes_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory):
     """Return a finished run without faults. Sums must not depend on the number of threads."""
     folder = tmp_path_factory.mktemp("chaos")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+        one_thread(patch)
         run = Run(sums(folder / "sums", STEPS), folder / "undisturbed")
         run.start()
         assert run.finish() == 0, run.text()

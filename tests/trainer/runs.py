@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tests.trainer.forks import Forked
+from verlite import threads
 
 # Metrics that differ between equal runs: clocks and memory.
 NOISY = (
@@ -141,6 +143,12 @@ class Launch:
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not [(p.pid, p.name()) for p in self.processes()]
+
+
+def one_thread(patch: pytest.MonkeyPatch) -> None:
+    """Choose one thread for each process of a run, as its user would."""
+    patch.setenv(threads.COUNT, "1")
+    patch.delenv(threads.OURS)  # the tests' own choice, which a run divides anew
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:

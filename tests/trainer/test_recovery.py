@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from tests.trainer.runs import Launch, quiet, write_reward, write_sums
+from tests.trainer.runs import Launch, one_thread, quiet, write_reward, write_sums
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -65,7 +65,7 @@ def test_engines_that_die_change_no_number(tmp_path, base, monkeypatch):
     the update. The weights travel by a broadcast, whose group is formed again, to one engine, and
     by its files to the other.
     """
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one_thread(monkeypatch)
     monkeypatch.setenv("MORTAL", str(tmp_path / "deaths"))
     (tmp_path / "deaths").mkdir()
     base = [*base, "trainer.total_training_steps=4", "trainer.test_freq=2"]

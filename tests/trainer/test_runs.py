@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.runs import RAY_STARTED, Launch, quiet, write_reward, write_sums
+from tests.trainer.runs import RAY_STARTED, Launch, one_thread, quiet, write_reward, write_sums
 from verlite.report.export import Base, export_checkpoint, find_checkpoint
 from verlite.trainer.exports import exported_step
 
@@ -87,7 +87,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base, monkeypatch):
     syncs, in the whole run only, changes a number. One thread per worker: with more, the order of
     additions would depend on the number of workers.
     """
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one_thread(monkeypatch)
     options = [
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.total_training_steps=4",
