@@ -1,5 +1,6 @@
 """`verlite check`: validate a training command."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verlite.cli.common import TrainingArguments, fail, load_config
@@ -56,7 +57,7 @@ def _check_rl(arguments: list[str]) -> None:
     plan = make_plan(loaded.config)
     out.print(plan.table())
     variables = loaded.config.ray_kwargs.ray_init.runtime_env.env_vars
-    _report(try_rl(loaded.config, plan), loaded.config.trainer.logger, variables)
+    _report(try_rl(loaded.config, plan), loaded.config.trainer.logger, variables, loaded.notes)
 
 
 def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
@@ -86,13 +87,17 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
 
     found = tuning_preflight(loaded.config, PAIRS if name in DPO else EXAMPLES, ROWS)
     walk(found, *PHASES, without=DATA if missing else "")
-    _report(found.findings, loaded.config.trainer.logger, {}, has_notes=bool(missing))
+    _report(found.findings, loaded.config.trainer.logger, {}, [*loaded.notes, *loaded.lacking])
 
 
 def _report(
-    found: "Findings", loggers: list[str], variables: dict[str, str], has_notes: bool = False
+    found: "Findings", loggers: list[str], variables: dict[str, str], printed: Sequence[Any]
 ) -> None:
-    """Print what was found, and exit if a run would be refused."""
+    """Print what was found, and exit if a run would be refused.
+
+    Args:
+        printed: the notes that stand above already.
+    """
     from verlite.config import logins
     from verlite.terminal import console
 
@@ -100,6 +105,7 @@ def _report(
         console().print(line, soft_wrap=True, highlight=False)
     if found.errors:
         fail("\n".join(f"error: {error}" for error in found.errors))
-    for note in logins.notes(loggers, variables):
+    notes = list(logins.notes(loggers, variables))
+    for note in notes:
         console().print(f"note: {note}", soft_wrap=True, highlight=False)
-    console().print(found.verdict(has_notes))
+    console().print(found.verdict(has_notes=bool(notes or printed)))
