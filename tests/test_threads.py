@@ -29,6 +29,13 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
     return root
 
 
+def test_another_host_does_not_get_verlites_own_number():
+    user = {threads.COUNT: "3", "HOME": "/h"}
+    assert threads.undivided(user) == user
+    assert threads.undivided(user | {threads.OURS: "3"}) == {"HOME": "/h"}
+    assert threads.undivided(user | {threads.OURS: "8"}) == user, "the user has changed it since"
+
+
 V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/ab\n3:cpuset:/docker/ab\n"
 
 
@@ -207,8 +214,7 @@ def test_what_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:
     cores, each = threads.described(workers=4)
     assert cores == "8 (affinity 16, CPU quota 7.5)"
     assert each == (
-        "8 in the driver and in an only worker, 2 in each of 4 workers, "
-        "1 in each of 8 reward processes"
+        "8 in the driver and in an only worker, 2 in each of 4 workers, 1 in each reward process"
     )
     os.environ[threads.COUNT] = "5"
     assert threads.described(workers=4)[1] == "5 in each process (OMP_NUM_THREADS is set)"

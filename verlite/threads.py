@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SPINS = "100"
@@ -124,6 +124,14 @@ def use(count: int, by_user: bool = False) -> None:
         sys.modules["torch"].set_num_threads(count)
 
 
+def undivided(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the number of threads that verlite has set, for a process that
+    finds its own: on another host, or of a launcher that divides the cores."""
+    is_ours = environment.get(COUNT) == environment.get(OURS)
+    left_out = {COUNT, OURS} if is_ours else {OURS}
+    return {name: value for name, value in environment.items() if name not in left_out}
+
+
 def divided(processes: int) -> dict[str, str]:
     """Return the variables for each of `processes` that this process starts, which work at the same
     time while it waits for them; {} if the user has set OMP_NUM_THREADS."""
@@ -185,6 +193,6 @@ def described(workers: int) -> tuple[str, str]:
     else:
         each = (
             f"{usable} in the driver and in an only worker, {share(usable, workers)} in each of "
-            f"{workers} workers, 1 in each of {usable} reward processes"
+            f"{workers} workers, 1 in each reward process"
         )
     return f"{usable} (affinity {affinity()}, {limit})", each

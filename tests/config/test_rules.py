@@ -638,6 +638,15 @@ WRONG = [
 ]
 
 
+def test_a_key_is_reported_once(material) -> None:
+    """A row of the table says nothing of a key that an earlier row has reported."""
+    typed = f"algorithm.adv_estimator=grpo_passk {ROLLOUT}n=1 algorithm.filter_groups.enable=true"
+    with pytest.raises(ConfigError) as error:
+        material.load(*typed.split(" "))
+    keys = [problem.key for problem in error.value.problems]
+    assert keys.count(f"{ROLLOUT}n") == 1
+
+
 @pytest.mark.parametrize(("typed", "key", "words"), WRONG, ids=[typed for typed, _, _ in WRONG])
 def test_invalid_command_line_is_reported(material, typed, key, words):
     with pytest.raises(ConfigError) as error:

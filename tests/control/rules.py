@@ -47,7 +47,7 @@ class Rules:
         self.where = "open"
         self.begun = False
         """Whether the loop has begun."""
-        self.start = self.finished = world.saved
+        self.start = self.finished = world.start
         self.asked: str | None = None
         """What the main thread was asked to stop by."""
         self.first_signal: str | None = None

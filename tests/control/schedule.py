@@ -29,6 +29,8 @@ class Schedule:
     gives_up: bool = True
     """False: SFT or DPO."""
     total_steps: int = 3
+    resumed: int = 0
+    """Steps of another run's checkpoint from which the first attempt starts."""
     test_freq: int = 0
     save_freq: int = 1
     validates_first: bool = False
@@ -102,4 +104,7 @@ def schedule(seed: int) -> Schedule:
                 found.append(Fault("signal", at + uniform(0.0, 8.0), name=pick(SIGNALS)))
         else:
             found.append(Fault(kind, at))
-    return replace(settings, faults=tuple(sorted(found, key=lambda fault: fault.at)))
+    resumed = pick((0, 0, 0, steps // 2))
+    return replace(
+        settings, resumed=resumed, faults=tuple(sorted(found, key=lambda fault: fault.at))
+    )

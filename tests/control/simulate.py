@@ -1,6 +1,6 @@
 """Run schedules, and shrink one that breaks a rule."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tests.control.rules import Broken
@@ -55,7 +55,9 @@ def shrink(schedule: Schedule, text: str) -> Schedule:
 def _smaller(one: Schedule) -> Iterable[Schedule]:
     for number in range(len(one.faults)):
         yield replace(one, faults=one.faults[:number] + one.faults[number + 1 :])
-    if one.total_steps > 1:
+    if one.resumed:
+        yield replace(one, resumed=0)
+    if one.total_steps > one.resumed + 1:
         yield replace(one, total_steps=one.total_steps - 1)
     if one.runtime_s is not None:
         yield replace(one, runtime_s=None)
@@ -64,9 +66,7 @@ def _smaller(one: Schedule) -> Iterable[Schedule]:
             yield replace(one, **{name: 0})
 
 
-def simulate(
-    schedules: int, seed: int = 0, progress: Callable[[int], None] = lambda done: None
-) -> Failure | None:
+def simulate(schedules: int, seed: int = 0) -> Failure | None:
     """Run schedules of the seeds from `seed` on. Return the first that breaks a rule, shrunk."""
     for number in range(schedules):
         one = schedule(seed + number)
@@ -74,5 +74,4 @@ def simulate(
         if text:
             smaller = shrink(one, text)
             return Failure(smaller, broken(smaller), number + 1)
-        progress(number + 1)
     return None

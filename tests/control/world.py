@@ -56,10 +56,16 @@ class World:
         self.draw = random.Random(schedule.seed + 1)
         self.now = 0.0
         self.saved = 0
+        """The newest checkpoint in the run directory."""
         self.exported = False
         self.step_s = self.save_s = 0.0
         self.pending = [f for f in schedule.faults if f.kind not in ("full", "outage")]
         self.events = 0
+
+    @property
+    def start(self) -> int:
+        """The step from which an attempt starts."""
+        return self.saved or self.schedule.resumed
 
     def is_in(self, kind: str, but: str = "no name") -> bool:
         """Whether the disk is full, or a service down that has not this name."""
@@ -111,7 +117,7 @@ class Process:
             deadline=deadline,
         )
         self.rules = Rules(world, self.policy)
-        self.step = world.saved
+        self.step = world.start
         self.late: list[str] = []  # signals that the main thread does not know of yet
         self.ticks = self.leave_at = inf
         self.deaths = 0
@@ -342,7 +348,7 @@ class Process:
                 with rules.phase("open"):
                     self.take(self.varied(self.schedule.open_s))
                     times = (world.step_s, world.save_s) if self.policy.deadline else (0.0, 0.0)
-                    self.tell(e.Begins(self.policy, world.saved, world.saved, *times))
+                    self.tell(e.Begins(self.policy, world.start, world.saved, *times))
                 try:
                     self.train()
                 except StepAborted:

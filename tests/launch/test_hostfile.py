@@ -309,6 +309,9 @@ def test_only_known_variables_reach_the_hosts():
     given |= {"VERLITE_REFERENCE_TOKEN": "t", "PYTHONPATH": "/p", "MY_HF_HOME": "z"}
     names = {"HF_HOME", "NCCL_DEBUG", "VERLITE_REFERENCE_TOKEN", "PYTHONPATH"}
     assert set(passed_environment(given)) == names
+    by_user = {"OMP_NUM_THREADS": "3"}
+    assert passed_environment(by_user) == by_user
+    assert passed_environment(by_user | {"VERLITE_THREADS": "3"}) == {}
 
 
 # The check of a host.

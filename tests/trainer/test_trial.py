@@ -13,7 +13,7 @@ import pytest
 from tests.errors.cases import write_folder
 from tests.models import tiny_model
 from verlite import hub
-from verlite.config import compose, make_plan
+from verlite.config import compose
 from verlite.config.critical import critical_settings
 from verlite.data.sampler import PromptSampler
 from verlite.trainer import checkpoints, disk, opening
@@ -40,7 +40,7 @@ def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tried(*overrides: str) -> Findings:
     loaded = compose("sums", overrides, ".")
-    return try_rl(loaded.config, make_plan(loaded.config))
+    return try_rl(loaded.config)
 
 
 def test_a_good_command(folder: Path) -> None:
@@ -50,6 +50,19 @@ def test_a_good_command(folder: Path) -> None:
         "train: 64 prompts from train.parquet; prompt tokens 4 to 4 (median 4, p90 4), limit 8"
     ]
     assert not Path("run").exists()
+
+
+def test_the_critics_model_is_found_as_the_actors_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without critic.model.path it is the actor's, which may be relative or below the home."""
+    monkeypatch.setenv("HOME", os.getcwd())
+    for path in ("~/model", "model"):
+        trial = tried(f"actor_rollout_ref.model.path={path}", "algorithm.adv_estimator=gae")
+        assert trial.errors == []
+    config = compose("sums", ["algorithm.adv_estimator=gae"], ".").config
+    plan = opening.rl_preflight(config).plan
+    assert plan is not None and plan.critic_model_path == str(Path("model").absolute())
 
 
 def test_all_errors_are_found(folder: Path) -> None:

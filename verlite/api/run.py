@@ -85,7 +85,7 @@ def check(
         with _own_code(config, reward, env, Path(folder)) as whole:
             loaded = whole.loaded()
             plan = make_plan(loaded.config)
-            found = try_rl(loaded.config, plan)
+            found = try_rl(loaded.config)
             if found.errors:
                 raise RunRefused("\n".join(found.errors))
             return Report(plan, loaded.notes, found.warnings + found.missing, found.seen)

@@ -57,7 +57,7 @@ def _check_rl(arguments: list[str]) -> None:
     plan = make_plan(loaded.config)
     out.print(plan.table())
     variables = loaded.config.ray_kwargs.ray_init.runtime_env.env_vars
-    _report(try_rl(loaded.config, plan), loaded.config.trainer.logger, variables, loaded.notes)
+    _report(try_rl(loaded.config), loaded.config.trainer.logger, variables, loaded.notes)
 
 
 def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:

@@ -178,7 +178,6 @@ class Ended:
     """The run has ended. `code`: its exit code; None: that of the stop which ended it."""
 
     code: int | None = None
-    cause: str = ""
 
 
 Event = (
@@ -243,9 +242,7 @@ class EndEngines:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start the dead engines again. `number`: engines that were started again in this step."""
-
-    number: int
+    """Start the dead engines again."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Machine:
         finished: the last step whose updates are done.
         saved: the newest checkpoint in the run directory.
         requested: name of the first signal, or what else asked for the stop, or None.
-        code: the exit code once it is decided, and `cause` what decided it.
+        code: the exit code once it is decided.
         restarts: rollout engines that were started again in this step.
     """
 
@@ -36,7 +36,6 @@ class Machine:
         self.step = self.resumed = self.finished = self.saved = 0
         self.requested: str | None = None
         self.code: int | None = None
-        self.cause = ""
         self.restarts = 0
         self.patience = Patience()
         self._step_s = self._save_s = 0.0  # the longest so far
@@ -232,7 +231,7 @@ class Machine:
             f"{event.cause}. Starting again: {event.names} ({self.restarts} of "
             f"actor_rollout_ref.rollout.max_restarts={limit} in this step)"
         )
-        return [e.Warn(text), e.Restart(self.restarts)]
+        return [e.Warn(text), e.Restart()]
 
     def _restart_failed(self, event: e.RestartFailed, now: float) -> list[e.Command]:
         return [self._no_restart(f"a new engine could not be started: {event.error}")]
@@ -337,6 +336,8 @@ class Machine:
         return [e.Say(f"{event.name}: {self._what_follows()}")]
 
     def _what_follows(self) -> str:
+        if not self.policy.gives_up and self.step >= self.policy.total_steps:
+            return f"the run ends with step {self.step}, its last, as it would without a stop"
         if self._base is Phase.UPDATE:
             return f"the run finishes step {self.step}, saves it, and stops"
         if self.finished > self.saved:
@@ -370,5 +371,4 @@ class Machine:
         if self.code is not None:
             return []
         self.code = self.exit_code if event.code is None else event.code
-        self.cause = event.cause
         return [e.LeaveWithin(limits.END_S if event.code is None else limits.LEAVE_S)]

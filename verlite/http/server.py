@@ -2,7 +2,7 @@
 are refused, and running it.
 
 A service is `application(...)` with its routes, which read a request with `read_json`, and
-`run(app, bound, line)` with a socket from `verlite.http.server.bind`.
+`run(app, bound, line)` with a socket from `bind`.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def application(
 
     With a token every request, health checks too, needs the header "Authorization: Bearer TOKEN";
     others get status 401 before their body is read. Requests that a web page of another site caused
-    get 403 or 415 (`verlite.http.server`). An exception in a route is answered by status 500 with
+    get 403 or 415 (`refusal`). An exception in a route is answered by status 500 with
     one sentence, and its traceback goes to standard error only.
     """
     app = FastAPI(title=title, lifespan=lifespan, openapi_url=None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from verlite import threads
 from verlite.config.load import Loaded, compose
 from verlite.config.plan import files_of, reference_urls
 from verlite.config.problems import ConfigError, Note, Problem
@@ -124,7 +125,8 @@ def override(key: str, value: Any) -> str:
 
 def passed_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the hosts get."""
-    return {name: value for name, value in environment.items() if PASSED.fullmatch(name)}
+    given = threads.undivided(environment)
+    return {name: value for name, value in given.items() if PASSED.fullmatch(name)}
 
 
 def _quoted(value: Any) -> str:

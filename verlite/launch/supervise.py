@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from verlite import threads
 from verlite.control import exit_codes
 from verlite.controller import supervisor_file
 from verlite.controller.head import NoCluster
@@ -241,7 +242,7 @@ class CommandSupervisor:
         """Run the command once."""
         started = time.time()
         environment = {
-            **os.environ,
+            **threads.undivided(os.environ),
             supervisor_file.VARIABLE: str(told),
             supervisor_file.STARTED: f"{self._started:.3f}",
             supervisor_file.RESTARTS: str(self._restarts),

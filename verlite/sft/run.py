@@ -248,7 +248,11 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             stack.enter_context(reported_first(stop, run_dir))
         stack.callback(display.close)
         with display.phase("reading examples"):
-            walk(found, FILES, LIBRARIES)
+            try:
+                walk(found, FILES, LIBRARIES)
+            finally:  # such as a checkpoint that was passed over, also if the run is refused
+                for text in found.findings.warnings:
+                    display.warn(text)
         found.rows.clear()  # they are tokenized
         assert found.total_steps is not None
         total, begins = found.total_steps, beginning(found)
@@ -259,8 +263,6 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         display.info(_data_text(examples, held_out, task.size, total, data.train_batch_size))
         for line in found.findings.seen:
             display.info(line)
-        for text in found.findings.warnings:
-            display.warn(text)
         model = model_spec(config.model)
         with display.phase("loading the model"), reading(model, ""):
             engine = TrainEngine(

@@ -76,7 +76,7 @@ def launched(loaded: Loaded, stop: Stop) -> Iterator[Launch]:
     """
     display = Display(log=lambda text: stop.log(text))  # `begin` sets stop.log
     stop.where = display.where
-    found = rl_preflight(loaded.config, make_plan(loaded.config))
+    found = rl_preflight(loaded.config)
     found.say = display.info
     config, plan = found.config, found.plan
     with in_run_directory(found, stop), ExitStack() as stack:

@@ -19,7 +19,7 @@ import yaml
 
 from verlite.config import debug
 from verlite.config.critical import TOOLS, code_contents, critical_settings
-from verlite.config.plan import Plan
+from verlite.config.plan import make_plan
 from verlite.config.schema import Config
 from verlite.config.sft import TuningConfig
 from verlite.controller import supervisor_file
@@ -34,7 +34,7 @@ from verlite.trainer.segments import changed_keys, write_config
 from verlite.trainer.tracking import METRICS, Tracking
 
 
-def rl_preflight(config: Config, plan: Plan, first: int | None = None) -> Preflight:
+def rl_preflight(config: Config, first: int | None = None) -> Preflight:
     """Return what the checks of main_ppo are given. first: as in `Preflight`."""
     config = absolutize_paths(config)
     if debug.debugger(config):
@@ -50,13 +50,13 @@ def rl_preflight(config: Config, plan: Plan, first: int | None = None) -> Prefli
         exports=config.trainer.export_hf,
         validates_only=config.trainer.val_only,
         first=first,
-        plan=plan,
+        plan=make_plan(config),
     )
 
 
-def try_rl(config: Config, plan: Plan) -> Findings:
+def try_rl(config: Config) -> Findings:
     """Collect the findings of all checks of main_ppo, without Ray, as `verlite check` does."""
-    found = rl_preflight(config, plan, ROWS)
+    found = rl_preflight(config, ROWS)
     with environment(config.ray_kwargs.ray_init.runtime_env.env_vars):
         walk(found, *PHASES)
     return found.findings

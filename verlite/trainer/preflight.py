@@ -125,7 +125,7 @@ class Findings:
         if isinstance(error, AlreadyComplete):
             self.warnings.append(str(error))
         elif isinstance(error, ServiceMissing):
-            self.missing.append(f"{error}. A run refuses to start until then")
+            self.missing.append(f"{error}. A run does not begin until then")
         elif str(error) not in self.errors:  # several checks load one model
             self.errors.append(str(error))
 

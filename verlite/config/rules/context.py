@@ -61,8 +61,9 @@ class Context:
     @property
     def lone_advantage(self) -> str:
         """The advantage of a prompt's only sample, in words."""
-        parts = self.estimator == "gdpo"
-        return "the sum of its reward parts" if parts else "the score itself"
+        if self.estimator == "gdpo":
+            return "the weighted sum of its reward parts, whitened over the step"
+        return "the score itself"
 
     @property
     def needs_critic(self) -> bool:

@@ -54,7 +54,9 @@ def violations(
 
 def between_keys(c: Context) -> Iterator[Problem]:
     """The rows of ERRORS."""
-    yield from violations(ERRORS, c.config, c)
+    for problem in violations(ERRORS, c.config, c):
+        yield problem
+        c.broken.add(problem.key)  # rows below ask nothing more of it
 
 
 # fmt: off

@@ -4,7 +4,7 @@ Training needs VLLM_SERVER_DEV_MODE=1, which also opens endpoints that run any m
 workers, show the configuration with its secrets, or reset the weights. vLLM's own --api-key does
 not cover them. This middleware lets through what ENDPOINTS lists, asks for the token of
 VLLM_API_KEY on every request but GET /health, and refuses requests that a web page of another site
-caused (`verlite.http.server`).
+caused (`verlite.http.server.refusal`).
 """
 
 import hmac
