@@ -7,7 +7,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-IN_PARALLEL := -n 2 --dist loadgroup
+# The tests of a file share engines and clusters, so one process runs all of them.
+IN_PARALLEL := -n 2 --dist loadfile
 # Without bytecode beside the packages each of the hundreds of processes would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 

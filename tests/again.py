@@ -36,7 +36,11 @@ def main(status: int) -> int:
     if status != pytest.ExitCode.TESTS_FAILED:
         return status
     failed = sorted(json.loads(FAILED.read_text()))
-    if not 0 < len(failed) <= MOST or not depend_on_the_machine(failed):
+    if not 0 < len(failed) <= MOST:
+        print(f"No second try: {len(failed)} tests failed, not 1 to {MOST}.")
+        return status
+    if not depend_on_the_machine(failed):
+        print("No second try: a failed test starts no process, or its file is gone.")
         return status
     print(f"\nOnce more, alone: {', '.join(failed)}\n", flush=True)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *failed]

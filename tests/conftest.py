@@ -34,13 +34,3 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n`, keep the tests of a file in one process: they share engines and clusters.
-
-    Tests of whole runs share nothing, so each of them can go to any process.
-    """
-    for item in items:
-        if item.path.name not in ("test_runs.py", "test_golden.py"):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
