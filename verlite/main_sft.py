@@ -96,7 +96,7 @@ def run(loaded: Any, task: Callable[[], "Task"], stop: Stop) -> int:
             return stop.decide(finalize(opened))
     except AlreadyComplete as done:
         if is_first_rank():
-            console().print(str(done))
+            console().print(str(done), markup=False, soft_wrap=True)
         return stop.decide(DONE)
     except Exception as error:
         if isinstance(error, REFUSED) and not is_first_rank():

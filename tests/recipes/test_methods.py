@@ -54,8 +54,8 @@ def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given):
 
 
 EXPECTED = {
-    "ppo": {"needs_critic": True, "needs_reference": True},
-    "grpo": {"needs_critic": False, "needs_reference": True},
+    "ppo": {"needs_reference": True},
+    "grpo": {"needs_reference": True},
     "dr_grpo": {"needs_reference": False},
     "dapo": {
         "filters_groups": True,
@@ -66,7 +66,7 @@ EXPECTED = {
     },
     "gspo": {"loss_mode": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     "rloo": {"needs_reference": True, "needs_old_log_probs": True},
-    "reinforce_plus_plus": {"needs_critic": False, "needs_reference": True},
+    "reinforce_plus_plus": {"needs_reference": True},
     "remax": {"needs_greedy_baseline": True},
 }
 
@@ -76,6 +76,7 @@ def test_recipe_configures_its_method(method, given):
     config = compose(method, given, check=False).config
     plan = make_plan(config, device="cpu", count_rows=False)
     assert {name: getattr(plan, name) for name in EXPECTED[method]} == EXPECTED[method]
+    assert ("critic" in plan.placement) == (method == "ppo")
     if method == "dr_grpo":
         assert (config.algorithm.norm_adv_by_std_in_grpo, plan.actor.loss_agg_mode) == (
             False,

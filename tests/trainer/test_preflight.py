@@ -344,6 +344,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def written() -> dict[str, int]:
+    """The files of the working directory, and when they were written. Python's bytecode aside."""
+    files = (file for file in Path().rglob("*") if "__pycache__" not in file.parts)
+    return {str(file): file.stat().st_mtime_ns for file in files if file.is_file()}
+
+
 @pytest.mark.parametrize(
     ("check", "kind", "name"), rows(), ids=[f"{kind}-{name}" for _, kind, name in rows()]
 )
@@ -379,15 +385,16 @@ def test_check_and_command_say_the_same(
         takes_kind = failure.files is complete or failure.files.__qualname__.startswith("saved")
         undo = failure.files(kind) if takes_kind else failure.files()
     arguments = [*ARGUMENTS[kind], *failure.typed.split()]
-    before = {str(file): file.stat().st_mtime_ns for file in Path().rglob("*")}
+    before = written()
     code, said = printed(command_check.check, [*NAMED[kind], *arguments])
-    assert {str(file): file.stat().st_mtime_ns for file in Path().rglob("*")} == before
+    assert written() == before
     assert started == [], "check starts nothing"
     run_code, run_said = printed(MAINS[kind], arguments)
     if callable(undo):
         undo()
-    start = {"error": "error: ", "missing": "error: ", "warning": "warning: ", "complete": ""}
-    message = run_said[run_said.index(start[failure.kind]) + len(start[failure.kind]) :].strip()
+    start = {"error": "error: ", "missing": "error: ", "warning": "warning: "}.get(failure.kind, "")
+    begins = run_said.index(start or "already complete: ")  # lines of progress may stand before
+    message = run_said[begins + len(start) :].strip()
     if failure.kind == "warning":
         message = message.splitlines()[0]
     assert failure.words in message, run_said

@@ -210,7 +210,7 @@ def run_to_end(loaded: Loaded, stop: "Stop") -> int:
         with launched(loaded, stop) as launch:
             return _train(launch)
     except AlreadyComplete as done:
-        console().print(str(done))
+        console().print(str(done), markup=False, soft_wrap=True)
         return stop.decide(DONE)
 
 

@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -17,6 +19,10 @@ def running_cluster() -> str | None:
 
     That cluster may have ended.
     """
+    set_by = (os.environ.get(name, "/tmp") for name in ("RAY_TMPDIR", "TMPDIR"))
+    folders = {*set_by, tempfile.gettempdir()}
+    if not any(Path(folder, "ray", "ray_current_cluster").exists() for folder in folders):
+        return None  # importing Ray takes most of a second
     from ray._private.utils import read_ray_address
 
     address: str | None = read_ray_address()

@@ -111,9 +111,8 @@ async def _check(
                 )
             limit = f"actor_rollout_ref.rollout.server_wait_s={rollout.server_wait_s:g}"
             if not waits or 0 <= rollout.server_wait_s <= time.monotonic() - began:
-                within = f" within {limit}" if waits else ""
                 raise NoServer(
-                    f"no generation server answers{within}: {each}. Start them "
+                    f"no generation server answers within {limit}: {each}. Start them "
                     f"(`verlite serve generation`), or correct {KEY}"
                 )
             if not has_said:
