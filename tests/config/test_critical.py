@@ -15,7 +15,6 @@ from verlite.config.critical import (
     model_contents,
 )
 from verlite.config.load import dump
-from verlite.config.plan import make_plan
 from verlite.files import RetryingWriter
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.opening import rl_preflight
@@ -167,7 +166,7 @@ def test_files_are_read_at_the_start_not_at_the_first_save(material, tmp_path):
     reward.write_text(REWARD)
     overrides = (f"data.train_files={file}", f"custom_reward_function.path={reward}")
     loaded = material.load(*overrides, f"trainer.default_local_dir={tmp_path / 'run'}")
-    walk(rl_preflight(loaded.config, make_plan(loaded.config)), FILES)
+    walk(rl_preflight(loaded.config), FILES)
     file.write_bytes(before + b"0")
     reward.write_text(REWARD + "# other\n")
     settings, code = critical_settings(loaded.config), code_contents(loaded.config)
