@@ -14,7 +14,7 @@ from verlite.config.plan import engine_settings
 from verlite.config.schema import Config, DataConfig
 from verlite.control.events import Saved
 from verlite.controller import supervisor_file
-from verlite.trainer import build, checkpoints, checks
+from verlite.trainer import build, checkpoints, checks, opening
 from verlite.trainer.build import restore
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
 from verlite.trainer.common_checks import steps_left
@@ -40,7 +40,7 @@ def a_config() -> Config:
 
 @pytest.mark.parametrize(("kind", "weight"), [("fixed", 0.1), ("adaptive", 0.25)])
 @pytest.mark.parametrize("moved", [False, True])
-def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved):
+def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved, monkeypatch):
     """A fixed KL coefficient comes from the configuration.
 
     A checkpoint of another run is not a save.
@@ -49,7 +49,8 @@ def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved):
     run_dir = tmp_path / "new" if moved else tmp_path
     run = fake_run(run_dir, kl=kl, total_steps=10)
     run.config.algorithm.kl_ctrl.type = kind
-    found = rl_preflight(run.config, None)
+    monkeypatch.setattr(opening, "make_plan", lambda config: None)
+    found = rl_preflight(run.config)
     found.run_dir, found.state = run_dir, STATE
     found.checkpoint = Checkpoint(tmp_path / "global_step_6", 6)
     begins = beginning(found)
@@ -78,7 +79,7 @@ AWAY = "http://127.0.0.1:1"
 @pytest.mark.parametrize(
     "service", ["reward_function", "tools", "generation_servers", "reference_service"]
 )
-def test_a_service_that_is_away_is_told_from_other_refusals(service):
+def test_a_service_that_is_away_is_told_from_other_refusals(service, monkeypatch):
     """After a loss `verlite supervise` waits for it."""
     config = a_config()
     config.reward.remote.url = f"{AWAY}/get_reward"
@@ -89,8 +90,9 @@ def test_a_service_that_is_away_is_told_from_other_refusals(service):
     config.actor_rollout_ref.rollout.server_wait_s = 0.0
     plan = SimpleNamespace(max_turns=2, servers=True, max_model_len=8, rollout_dtype="float32")
     plan.reference_urls = [AWAY]
+    monkeypatch.setattr(opening, "make_plan", lambda config: plan)
     with pytest.raises(ServiceMissing, match=AWAY):
-        getattr(checks, service)(rl_preflight(config, plan))
+        getattr(checks, service)(rl_preflight(config))
 
 
 def test_relative_paths_become_absolute(tmp_path, monkeypatch):
@@ -174,7 +176,7 @@ def test_the_line_about_a_stop_names_no_checkpoint_of_an_earlier_run(tmp_path, m
     ],
 )
 def test_a_run_is_complete_once_its_last_step_is_exported(
-    tmp_path, step, exported, export_hf, val_only, complete
+    tmp_path, monkeypatch, step, exported, export_hf, val_only, complete
 ):
     config = a_config()
     config.trainer.default_local_dir = str(tmp_path)
@@ -183,7 +185,8 @@ def test_a_run_is_complete_once_its_last_step_is_exported(
     if exported:
         (tmp_path / "huggingface").mkdir()
         (tmp_path / "huggingface" / STEP_FILE).write_text(exported)
-    found = rl_preflight(config, None)
+    monkeypatch.setattr(opening, "make_plan", lambda config: None)
+    found = rl_preflight(config)
     found.sampler = SimpleNamespace(size=1)
     found.state = {"step": step, "metrics": {"loss": 1.0}}
     if not complete:

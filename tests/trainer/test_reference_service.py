@@ -108,7 +108,8 @@ def test_other_sizes_are_named():
 def test_longest_sequence_must_fit(config, monkeypatch, longest):
     monkeypatch.setattr(checks.reference_client, "check", lambda ref: (INFO, "one is silent"))
     plan = SimpleNamespace(reference_urls=["http://a"], longest_sequence=longest)
-    found = opening.rl_preflight(config, plan)
+    monkeypatch.setattr(opening, "make_plan", lambda config: plan)
+    found = opening.rl_preflight(config)
     if longest == 64:
         checks.reference_service(found)
         assert found.service == INFO and found.findings.warnings == ["one is silent"]
