@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The tests of a file share engines and clusters, so one process runs all of them.
-IN_PARALLEL := -n 2 --dist loadfile
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Without bytecode beside the packages each of the hundreds of processes would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
