@@ -1,0 +1,412 @@
+"""The flow of prompts in asynchronous training: which are drawn, sampled and trained when.
+
+A group is a prompt with its `rollout.n` samples. Its number is its place in the order in which
+prompts are drawn, from 0 over the whole run. Version v of the weights is what step v starts from:
+the first weight sync gives the engines version 1, and the sync after step s version s + 1. A token
+that version v sampled has age s - v in step s, which is 0 in synchronous training.
+
+Nothing finished is dropped for its age: a rule that drops trains on short answers. Instead
+
+- admission: a group is drawn only if a step can still take it before its tokens exceed the bound.
+  Version v may have started (v + bound - finished steps) * groups_per_step groups that are not
+  trained yet, so all of them can be trained by step v + bound.
+- choice: a step takes the finished groups with the lowest numbers, except where later steps would
+  then have no place for the older ones in time. Those it takes first, and waits for them if need
+  be: with G groups a step, at most k * G groups may have to be trained in the next k steps.
+
+With bound 0 both rules give exactly one batch per version, in order: synchronous training.
+
+Like the rest of the control this does no IO. It may be told things twice and late: answers of an
+attempt that is no longer wanted are refused.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import heapify, heapreplace
+from typing import Any
+
+
+class State(StrEnum):
+    """Where a group is. Each group that was drawn is in exactly one state."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    READY = "ready"
+    """All its samples are finished and scored."""
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    """Its samples teach nothing; another one is drawn in its place."""
+    FAILED = "failed"
+    """It cannot be sampled; another one is drawn in its place."""
+
+
+@dataclass
+class Group:
+    """A group that is alive: queued, running or ready.
+
+    engine: where it runs or ran; None while it is queued.
+    oldest: the oldest version that sampled a token of it; None while it is queued.
+    attempt: how often it was put back in the queue.
+    """
+
+    number: int
+    state: State = State.QUEUED
+    engine: int | None = None
+    oldest: int | None = None
+    attempt: int = 0
+
+
+class Flow:
+    """Keeps every group in exactly one state, and decides what is drawn, started and trained.
+
+    Attributes:
+        step: finished steps.
+        version: of the engines' weights; 0 while they have none.
+        groups: those that are alive, by number.
+        gone: how many groups were trained, filtered or failed.
+        reasons: how many groups were filtered or failed, by reason.
+
+    Args:
+        groups_per_step: groups that one step trains on.
+        bound: the highest age, in steps, of any token that is trained on.
+        depth: at most (1 + depth) * groups_per_step groups are alive at once.
+        engines: engines that groups can be assigned to, numbered from 0.
+        swaps: whether weights are replaced while groups run. Otherwise groups that run are finished
+            first, and none is started meanwhile.
+        total_steps: steps of the run. No more groups are drawn than they need. None: no end.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        bound: int,
+        depth: int,
+        engines: int,
+        swaps: bool,
+        total_steps: int | None = None,
+    ) -> None:
+        self.groups_per_step, self.bound, self.depth = groups_per_step, bound, depth
+        self.swaps, self.total_steps = swaps, total_steps
+        self.step = self.version = 0
+        self.groups: dict[int, Group] = {}
+        self.gone: Counter[State] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self._next = 0
+        self._queued: set[int] = set()
+        self._ready: set[int] = set()
+        self._running: dict[int, set[int]] = {engine: set() for engine in range(engines)}
+        # How many groups have this oldest version: running or ready, and ready.
+        self._started_with: Counter[int] = Counter()
+        self._ready_with: Counter[int] = Counter()
+
+    def counts(self) -> dict[State, int]:
+        """Return how many of the groups that were drawn are in each state."""
+        queued, ready = len(self._queued), len(self._ready)
+        alive = {
+            State.QUEUED: queued,
+            State.RUNNING: len(self.groups) - queued - ready,
+            State.READY: ready,
+        }
+        return alive | {s: self.gone[s] for s in (State.TRAINED, State.FILTERED, State.FAILED)}
+
+    # Admission
+
+    def wanted(self) -> int:
+        """Return how many new prompts to draw now."""
+        limit = min(self._places(), (1 + self.depth) * self.groups_per_step)
+        return max(0, limit - len(self.groups))
+
+    def draw(self, count: int) -> list[int]:
+        """Put `count` new groups in the queue. Returns their numbers.
+
+        Raises ValueError if more are drawn than wanted.
+        """
+        if not 0 <= count <= self.wanted():
+            raise ValueError(f"{count} groups are drawn, but {self.wanted()} are wanted")
+        numbers = list(range(self._next, self._next + count))
+        self._next += count
+        self.groups |= {number: Group(number) for number in numbers}
+        self._queued.update(numbers)
+        return numbers
+
+    def _places(self) -> int:
+        """How many groups the steps can take in which this version's tokens are within the
+        bound."""
+        last = self.version + self.bound
+        if self.total_steps is not None:
+            last = min(last, self.total_steps)
+        return (last - self.step) * self.groups_per_step if self.version else 0
+
+    def assign(self) -> dict[int, list[int]]:
+        """Start the queued groups that may start now. Returns their numbers by engine.
+
+        Groups that were put back go first. An engine gets consecutive groups, and those with the
+        fewest running groups get the most and the first. Nothing starts before the engines have
+        weights, and without `swaps` nothing while a publication is due.
+        """
+        is_due = self.version <= self.step
+        room = self._places() - (len(self.groups) - len(self._queued))
+        if not self._queued or not self._running or not self.version or room <= 0:
+            return {}
+        if is_due and not self.swaps:
+            return {}
+        groups = self.groups
+        order = sorted(self._queued, key=lambda number: (groups[number].attempt == 0, number))
+        order = order[:room]
+        loads = [(len(numbers), engine) for engine, numbers in self._running.items()]
+        heapify(loads)
+        shares: Counter[int] = Counter()
+        for _ in order:
+            load, engine = loads[0]
+            heapreplace(loads, (load + 1, engine))
+            shares[engine] += 1
+        found: dict[int, list[int]] = {}
+        begin = 0
+        for engine, share in shares.items():  # in the order of their loads
+            found[engine] = order[begin : begin + share]
+            begin += share
+            self._start(found[engine], engine)
+        return found
+
+    def _start(self, numbers: list[int], engine: int) -> None:
+        for number in numbers:
+            group = self.groups[number]
+            group.state, group.engine, group.oldest = State.RUNNING, engine, self.version
+        self._queued.difference_update(numbers)
+        self._running[engine].update(numbers)
+        self._started_with[self.version] += len(numbers)
+
+    # What happens to a group
+
+    def finished(self, number: int, oldest: int | None = None, attempt: int | None = None) -> bool:
+        """All samples of a group are finished and scored. Returns whether to keep them.
+
+        False if the group has been told before, or if it is another attempt's answer.
+
+        Args:
+            oldest: the oldest version that sampled one of its tokens. By default the one under
+                which it was started.
+            attempt: `Group.attempt` when it was started. By default the current one.
+
+        Raises ValueError if `number` was never drawn, or if `oldest` is not between the version
+        under which the group was started and the newest.
+        """
+        group = self._find(number)
+        if group is None or group.state is not State.RUNNING:
+            return False
+        if attempt is not None and attempt != group.attempt:
+            return False
+        assert group.engine is not None and group.oldest is not None
+        if oldest is not None and oldest != group.oldest:
+            if not group.oldest <= oldest <= self.step + 1:
+                raise ValueError(
+                    f"group {number} has tokens of version {oldest}, but it was started with "
+                    f"version {group.oldest} of at most {self.step + 1}: engine {group.engine} "
+                    "does not have the weights that it was given"
+                )
+            self._count(self._started_with, group.oldest, -1)
+            self._started_with[oldest] += 1
+            group.oldest = oldest
+        group.state = State.READY
+        self._running[group.engine].discard(number)
+        self._ready.add(number)
+        self._ready_with[group.oldest] += 1
+        return True
+
+    def filtered(self, number: int, reason: str) -> bool:
+        """A group teaches nothing. Admission may draw another in its place.
+
+        Returns False if it is not alive any more. Raises ValueError if it was never drawn.
+        """
+        return self._leave(number, State.FILTERED, reason)
+
+    def failed(self, number: int, reason: str) -> bool:
+        """A group cannot be sampled at all. Admission may draw another in its place.
+
+        Returns False if it is not alive any more. Raises ValueError if it was never drawn.
+        """
+        return self._leave(number, State.FAILED, reason)
+
+    def _leave(self, number: int, state: State, reason: str) -> bool:
+        group = self._find(number)
+        if group is None:
+            return False
+        self._take_out(group)
+        del self.groups[number]
+        self.gone[state] += 1
+        self.reasons[reason] += 1
+        return True
+
+    def _find(self, number: int) -> Group | None:
+        """Return the group if it is alive. Raises ValueError if it was never drawn."""
+        if not 0 <= number < self._next:
+            raise ValueError(f"group {number} was never drawn: the last one is {self._next - 1}")
+        return self.groups.get(number)
+
+    def _take_out(self, group: Group) -> None:
+        """Forget a group in all lists but `groups`."""
+        if group.oldest is None:
+            self._queued.discard(group.number)
+            return
+        self._count(self._started_with, group.oldest, -1)
+        if group.state is State.READY:
+            self._ready.discard(group.number)
+            self._count(self._ready_with, group.oldest, -1)
+        elif group.engine is not None:
+            self._running[group.engine].discard(group.number)
+
+    @staticmethod
+    def _count(counter: Counter[int], version: int, change: int) -> None:
+        counter[version] += change
+        if not counter[version]:
+            del counter[version]
+
+    # Steps
+
+    def choose(self) -> list[int] | None:
+        """Return the numbers of the groups for the next step, ascending. None: wait.
+
+        Changes nothing: the groups stay ready until `trained`.
+        """
+        size = self.groups_per_step
+        needs = self._needs()
+        if len(self._ready) < size or any(need > ready for _, need, ready in needs):
+            return None
+        left = sorted(self._ready)
+        chosen: list[int] = []
+        for version, need, _ in needs:
+            if need > len(chosen):
+                old = [number for number in left if self._oldest(number) <= version]
+                chosen += old[: need - len(chosen)]
+                left = sorted(set(left) - set(chosen))
+        return sorted(chosen + left[: size - len(chosen)])
+
+    def _needs(self) -> list[tuple[int, int, int]]:
+        """Return for each version, ascending: how many groups with tokens of it or older the next
+        step must take, because later steps have no place for them in time; and how many of these
+        are ready."""
+        found: list[tuple[int, int, int]] = []
+        started = ready = 0
+        for version in sorted(self._started_with):
+            started += self._started_with[version]
+            ready += self._ready_with[version]
+            later_steps = version + self.bound - (self.step + 1)
+            found.append((version, started - later_steps * self.groups_per_step, ready))
+        return found
+
+    def _oldest(self, number: int) -> int:
+        oldest = self.groups[number].oldest
+        assert oldest is not None
+        return oldest
+
+    def trained(self, numbers: Sequence[int]) -> None:
+        """A step has been trained on these groups, which are forgotten.
+
+        Raises ValueError if they are not as many as a step takes, if one is not ready, or if later
+        steps could not train the others within the bound.
+        """
+        if len(numbers) != self.groups_per_step or len(set(numbers)) != len(numbers):
+            raise ValueError(f"a step needs {self.groups_per_step} groups, not {list(numbers)}")
+        for number in numbers:
+            if number not in self._ready:
+                raise ValueError(f"group {number} is trained, but it is not ready")
+        for version, need, _ in self._needs():
+            old = sum(self._oldest(number) <= version for number in numbers)
+            if old < need:
+                raise ValueError(
+                    f"step {self.step + 1} trains {old} groups of version {version} or older, but "
+                    f"{need} are due: age would exceed the bound {self.bound}"
+                )
+        for number in numbers:
+            self._take_out(self.groups.pop(number))
+        self.gone[State.TRAINED] += len(numbers)
+        self.step += 1
+
+    # Weights
+
+    def may_publish(self) -> bool:
+        """Whether the engines can be given the newest weights now."""
+        return self.swaps or not any(self._running.values())
+
+    def published(self) -> None:
+        """All engines have the weights after the last step, or their first ones.
+
+        Raises ValueError if groups run that weights must not be replaced under.
+        """
+        if not self.may_publish():
+            raise ValueError("weights are published while groups run, which needs swaps")
+        self.version = self.step + 1
+
+    # Engines
+
+    def engine_lost(self, engine: int, ready: Collection[int] = ()) -> list[int]:
+        """An engine has died. Put back what it ran. Returns the numbers, ascending.
+
+        Nothing is assigned to it until `engine_back`. May be told twice.
+
+        ready: ready groups whose data were lost with it. Those that are not ready are ignored.
+        """
+        running = self._running.get(engine, set())
+        numbers = sorted(running | self._ready.intersection(ready))
+        for number in numbers:
+            self._take_out(self.groups[number])
+            self._put_back(self.groups[number])
+        self._running.pop(engine, None)
+        return numbers
+
+    def _put_back(self, group: Group) -> None:
+        group.state, group.engine, group.oldest = State.QUEUED, None, None
+        group.attempt += 1
+        self._queued.add(group.number)
+
+    def engine_back(self, engine: int) -> None:
+        """A new engine runs in the place of one that died, and has the newest weights."""
+        self._running.setdefault(engine, set())
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep, for JSON: the step and all groups that are
+        alive."""
+        return {
+            "step": self.step,
+            "next": self._next,
+            "gone": {str(state): count for state, count in self.gone.items()},
+            "reasons": dict(self.reasons),
+            "groups": [[g.number, str(g.state), g.oldest, g.attempt] for g in self.groups.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], ready: Collection[int] = ()) -> None:
+        """Go on from a checkpoint, in a new Flow. The engines have no weights until `published`.
+
+        Groups that ran are sampled again, as are those that were ready, unless `ready` has them:
+        groups whose samples were saved with the checkpoint. They keep their age.
+
+        Raises ValueError if groups of `ready` cannot all be trained within the bound, which only a
+        lower bound or a smaller batch than the checkpoint's leads to.
+        """
+        self.step, self._next = state["step"], state["next"]
+        self.gone = Counter({State(name): count for name, count in state["gone"].items()})
+        self.reasons = Counter(state["reasons"])
+        for number, name, oldest, attempt in state["groups"]:
+            group = self.groups[number] = Group(number, State(name), None, oldest, attempt)
+            if group.state is State.READY and number in ready:
+                self._ready.add(number)
+                self._started_with[oldest] += 1
+                self._ready_with[oldest] += 1
+            elif group.state is State.QUEUED:
+                self._queued.add(number)
+            else:
+                self._put_back(group)
+        count = 0
+        for version in sorted(self._ready_with):
+            count += self._ready_with[version]
+            if count > (version + self.bound - self.step) * self.groups_per_step:
+                raise ValueError(
+                    f"{count} finished groups of the checkpoint must be trained by step "
+                    f"{version + self.bound}, which bound={self.bound} and "
+                    f"groups_per_step={self.groups_per_step} leave no steps for: use the "
+                    "checkpoint's settings, or do not keep its finished groups"
+                )
