@@ -80,6 +80,15 @@ def test_split_follows_the_assignment(echo):
     assert echo.rows(batch(1), 9) == [(1, 9, {"step": 7}), (0, 9, {"step": 7})]
 
 
+def test_columns_of_every_ranks_own_rows_stay_remote(echo):
+    """Also if a rank returns no rows."""
+    none, one = echo.produce_own()
+    assert len(none) == 0 and isinstance(one.non_tensor_batch["tokens"][0], Ref)
+    joined = DataProto.concat([none, one])
+    assert joined.non_tensor_batch["producer"].tolist() == [1]
+    assert fetch(joined).non_tensor_batch["tokens"].tolist() == [[1]]
+
+
 def test_lost_rows_are_an_error(echo):
     with pytest.raises(ValueError, match=r"given \[3, 2\] rows and returned \[2, 1\]"):
         echo.lose_a_row(batch())

@@ -151,6 +151,14 @@ class Echo(Worker):
         }
         return DataProto.from_dict({}, columns)
 
+    @register("all", keep_remote=("tokens",))
+    def produce_own(self) -> "DataProto":
+        """Return `rank` rows, each with `rank` tokens."""
+        from verlite.protocol.data import DataProto
+
+        tokens = [[self.rank] * self.rank] * self.rank
+        return DataProto.from_dict({}, {"tokens": tokens, "producer": [self.rank] * self.rank})
+
     @register("split")
     def consume(self, data: "DataProto") -> "DataProto":
         """Return the sum of each row's tokens, its text, and the rank that read it."""

@@ -59,7 +59,7 @@ def register(
     dispatch: Literal["split"], keep_remote: Sequence[str] = (), fetch: bool = True
 ) -> _Split: ...
 @overload
-def register(dispatch: Literal["all"]) -> _All: ...
+def register(dispatch: Literal["all"], keep_remote: Sequence[str] = ()) -> _All: ...
 @overload
 def register(dispatch: Literal["rank_zero"]) -> _RankZero: ...
 def register(dispatch: Dispatch, keep_remote: Sequence[str] = (), fetch: bool = True) -> Any:
@@ -77,7 +77,7 @@ def register(dispatch: Dispatch, keep_remote: Sequence[str] = (), fetch: bool = 
               results are returned as a list by rank.
             - "all": returns a list of results by rank.
             - "rank_zero": returns rank 0's result.
-        keep_remote: object columns of a split method's result that stay on the worker's node. The
+        keep_remote: object columns of the result, a DataProto, that stay on the worker's node. The
             driver gets references; see `controller.columns`.
         fetch: whether the references in a split method's batch are replaced by values before the
             method runs. With False the method calls `columns.fetch(batch, names)` for the columns

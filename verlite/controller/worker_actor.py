@@ -104,18 +104,17 @@ class WorkerActor:
         try:
             arguments, keywords = _split_arguments(names, values)
             function = getattr(self.worker, method)
-            if getattr(function, "__dispatch__", None) != "split":
+            is_split = getattr(function, "__dispatch__", None) == "split"
+            kept = getattr(function, "__keep_remote__", ())
+            if not is_split and not kept:
                 return function(*arguments, **keywords)
             # Imported here because it imports torch, which a worker without batches does not need.
             from verlite.controller import columns
 
-            batch, *others = arguments
-            if function.__fetch__:
-                batch = columns.fetch(batch)
-            result = function(batch, *others, **keywords)
-            if function.__keep_remote__:
-                result = columns.keep(result, function.__keep_remote__)
-            return result
+            if is_split and function.__fetch__:
+                arguments = (columns.fetch(arguments[0]), *arguments[1:])
+            result = function(*arguments, **keywords)
+            return columns.keep(result, kept) if kept else result
         except BaseException as error:
             return self._report(method, error)
         finally:

@@ -131,6 +131,9 @@ FIELDS: dict[str, Field] = {
     "weight_version": Field(
         "B", _INT, "generate", "version of the weights that sampled the row's last token"
     ),
+    "sample_index": Field(
+        "B", _INT, "generate", "place of the row in its group, of rows sampled in the background"
+    ),
     "reward_seconds": Field(
         "B", _FLOAT, "generate", "time its worker waited for rewards after its last sample"
     ),

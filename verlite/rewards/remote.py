@@ -164,12 +164,16 @@ class RemoteStream:
         for question in self._asked.values():
             question.deadline = 0.0  # no further attempts
 
-    def add(self, key: Any, item: RewardItem) -> None:
+    def score(self, item: RewardItem) -> "Future[RewardResult]":
         """Send an item with the next request."""
+        return self._scorer.ask(item, float("inf")).result
+
+    def add(self, key: Any, item: RewardItem) -> None:
+        """Send an item with the next request, for `results`."""
         self._asked[key] = self._scorer.ask(item, float("inf"))
 
     def results(self) -> dict[Any, RewardResult]:
-        """Return results by key, at most `timeout_s` from now. Later rewards failed."""
+        """Return what `add` got by key, at most `timeout_s` from now. Later rewards failed."""
         if not self._asked:
             return {}
         self._scorer.flush()

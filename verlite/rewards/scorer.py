@@ -5,7 +5,7 @@ import inspect
 import queue
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -322,7 +322,10 @@ class Stream:
     def __init__(self, scorer: Scorer, timeout_s: float) -> None:
         self._scorer = scorer
         self._timeout_s = timeout_s
-        self._queue: queue.SimpleQueue[tuple[Any, RewardItem] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[RewardItem, Future[RewardResult]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._added: dict[Any, Future[RewardResult]] = {}
         self._deadline = float("inf")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._scored = self._thread.submit(self._run)
@@ -336,33 +339,48 @@ class Stream:
         self._queue.put(None)
         self._thread.shutdown(wait=False)
 
-    def add(self, key: Any, item: RewardItem) -> None:
-        """Queue an item. Raises the exception of an earlier batch that could not be scored."""
+    def score(self, item: RewardItem) -> "Future[RewardResult]":
+        """Queue an item; the future completes with its batch.
+
+        Raises the exception of an earlier batch that could not be scored.
+        """
         if self._scored.done():
             self._scored.result()
-        self._queue.put((key, item))
+        result: Future[RewardResult] = Future()
+        self._queue.put((item, result))
+        return result
+
+    def add(self, key: Any, item: RewardItem) -> None:
+        """Queue an item for `results`. Raises what `score` raises."""
+        self._added[key] = self.score(item)
 
     def results(self) -> dict[Any, RewardResult]:
-        """Return results by key when all items are scored, at most `timeout_s` from now.
+        """Return the results of `add` by key when all are scored, at most `timeout_s` from now.
 
         Raises what `Scorer.score` raises.
         """
         self._deadline = time.monotonic() + self._timeout_s
         self._queue.put(None)
-        return self._scored.result()
+        self._scored.result()
+        return {key: result.result() for key, result in self._added.items()}
 
-    def _run(self) -> dict[Any, RewardResult]:
-        results: dict[Any, RewardResult] = {}
+    def _run(self) -> None:
         while True:
             waiting = [self._queue.get()]
             while not self._queue.empty():
                 waiting.append(self._queue.get())
-            items = dict(entry for entry in waiting if entry is not None)
+            batch = [entry for entry in waiting if entry is not None]
             limit_s = min(self._timeout_s, self._deadline - time.monotonic())
-            scored = self._scorer.score(list(items.values()), limit_s)
-            results |= zip(items, scored, strict=True)
+            try:
+                scored = self._scorer.score([item for item, _ in batch], limit_s)
+            except BaseException as error:
+                for _, result in batch:
+                    result.set_exception(error)
+                raise
+            for (_, result), found in zip(batch, scored, strict=True):
+                result.set_result(found)
             if None in waiting:
-                return results
+                return
 
 
 def _place(path: str) -> str:

@@ -1,6 +1,7 @@
 """Rollout workers: one engine each, with the environments and the scorer of its samples."""
 
 import asyncio
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,18 +17,30 @@ from verlite.controller.worker import Worker
 from verlite.engine.folder import load_tokenizer
 from verlite.envs.factory import EnvFactory, build_env_factory, check_env_factory, encoder
 from verlite.envs.step import Env, ToolError
-from verlite.protocol.data import DataProto
+from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.metrics import Metrics
 from verlite.rewards.process import FunctionError
+from verlite.rewards.remote import RemoteStream
 from verlite.rewards.result import RewardItem, RewardResult
-from verlite.rewards.scorer import Scorer
+from verlite.rewards.scorer import Scorer, Stream
 from verlite.rollout.batched import build_engine
-from verlite.rollout.trajectory import Request, run_all
+from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Sampling, Status, Trajectory
 from verlite.spec.roles import RolloutSpec
 from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.transport import Export, Offer
+from verlite.workers.background import Background
 from verlite.workers.weight_reader import WeightReader
+
+_KEPT = (
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "rollout_log_probs",
+    "text",
+    "transcript",
+)
+"""Columns of samples that stay on the worker's node."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,9 @@ class DecodedResponse:
 
 class RolloutWorker(Worker):
     """One generation engine, the environments its samples act in, and the scorer."""
+
+    _background: Background[DataProto] | None = None
+    """Samples the groups of `start`, with environments of its own."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.spec = spec
@@ -69,17 +85,7 @@ class RolloutWorker(Worker):
         # trainer's, and an engine that does not survive sleep fails the check of the first step.
         self.engine.sleep()
 
-    @register(
-        "split",
-        keep_remote=(
-            "prompt_ids",
-            "response_ids",
-            "response_mask",
-            "rollout_log_probs",
-            "text",
-            "transcript",
-        ),
-    )
+    @register("split", keep_remote=_KEPT)
     def generate(self, requests: DataProto, sleep_after: bool) -> DataProto:
         """Sample a response to each request, and score each as soon as it is finished.
 
@@ -90,9 +96,6 @@ class RolloutWorker(Worker):
             tool_seconds.
         """
         columns = requests.non_tensor_batch
-        prompts = zip(
-            columns["prompt_ids"], columns["sampling"], columns["extra_info"], strict=True
-        )
         decoded = [DecodedResponse()] * len(requests)
         with self.scorer.stream() as rewards:
 
@@ -101,7 +104,7 @@ class RolloutWorker(Worker):
                 if trajectory.status != Status.ERROR:
                     rewards.add(row, self._reward_item(columns, row, trajectory, decoded[row]))
 
-            prepared_requests = [self._request(*prompt) for prompt in prompts]
+            prepared_requests = self._requests(columns, self.env_factory)
             trajectories = asyncio.run(self._sample(prepared_requests, on_finished))
             if sleep_after:
                 self.engine.sleep()
@@ -110,6 +113,101 @@ class RolloutWorker(Worker):
             waited_s = time.monotonic() - began
         multi_turn = self.spec.max_turns > 0
         return as_columns(trajectories, decoded, results, waited_s, multi_turn)
+
+    @register("split")
+    def start(self, requests: DataProto) -> None:
+        """Begin to sample groups in the background: the rows with the same `uid`.
+
+        `generate` and weight syncs work meanwhile. On an idle engine a group is sampled as by
+        `generate`, bit for bit.
+
+        Raises:
+            EngineError: a group that was started earlier could not be sampled. All others have
+                ended with it. `abandon` makes the worker ready to start again.
+        """
+        if self._background is None:
+            env = self.spec.env if self.spec.max_turns else None
+            factory = EnvFactory() if env is None else build_env_factory(env)
+            self._rewards = self.scorer.stream()
+            self._background_envs = factory
+            self._background = Background(factory)
+        columns = requests.non_tensor_batch
+        prepared_requests = self._requests(columns, self._background_envs)
+        groups: dict[str, list[int]] = {}
+        for row, uid in enumerate(columns["uid"]):
+            groups.setdefault(uid, []).append(row)
+        sample = functools.partial(self._sample_group, self._rewards, columns, prepared_requests)
+        self._background.start([functools.partial(sample, rows) for rows in groups.values()])
+
+    @register("all", keep_remote=_KEPT)
+    def finished(self, wait_s: float) -> DataProto:
+        """Return the groups of `start` of which every sample has finished and been scored since the
+        last call.
+
+        Waits up to `wait_s` seconds for the first one.
+
+        Returns:
+            The columns of `generate`, `uid`, and `sample_index`: the row's place in its group. 0
+            rows if there are none. Rows of a group are in the order of `start`; groups in the order
+            in which they finished.
+
+        Raises:
+            EngineError: as `start`.
+        """
+        groups = [] if self._background is None else self._background.finished(wait_s)
+        return DataProto.concat(groups or [self._as_group([], [], [], [], 0.0)])
+
+    @register("all")
+    def abandon(self) -> None:
+        """End all samples of `start`, and drop those that `finished` has not returned."""
+        if self._background is not None:
+            self._background.close()
+            with self._rewards:  # starts no other batch
+                pass
+            self._background = None
+
+    async def _sample_group(
+        self,
+        rewards: Stream | RemoteStream,
+        columns: Mapping[str, Any],
+        prepared_requests: Sequence[Request],
+        rows: Sequence[int],
+    ) -> DataProto:
+        """Sample and score the rows of a group."""
+        ended_at = 0.0
+
+        async def sample(row: int) -> tuple[Trajectory, DecodedResponse, RewardResult]:
+            nonlocal ended_at
+            trajectory = await run_trajectory(self.engine, prepared_requests[row])
+            ended_at = time.monotonic()
+            decoded = self._decode(trajectory)
+            if trajectory.status == Status.ERROR:
+                return trajectory, decoded, RewardResult(None)
+            reward = rewards.score(self._reward_item(columns, row, trajectory, decoded))
+            # Shielded, because the thread that scores completes the future in any case.
+            return trajectory, decoded, await asyncio.shield(asyncio.wrap_future(reward))
+
+        async with asyncio.TaskGroup() as tasks:
+            samples = [tasks.create_task(sample(row)) for row in rows]
+        waited_s = time.monotonic() - ended_at
+        trajectories, decoded, results = zip(*(task.result() for task in samples), strict=True)
+        uids = [columns["uid"][row] for row in rows]
+        return self._as_group(uids, trajectories, decoded, results, waited_s)
+
+    def _as_group(
+        self,
+        uids: Sequence[str],
+        trajectories: Sequence[Trajectory],
+        decoded: Sequence[DecodedResponse],
+        results: Sequence[RewardResult],
+        waited_s: float,
+    ) -> DataProto:
+        """Convert a group's samples to columns."""
+        scores = dict(enumerate(results))
+        batch = as_columns(trajectories, decoded, scores, waited_s, self.spec.max_turns > 0)
+        return batch.with_batch(sample_index=torch.arange(len(uids))).with_non_tensor(
+            uid=object_array(uids)
+        )
 
     def _decode(self, trajectory: Trajectory) -> DecodedResponse:
         """Decode what the model wrote, without special tokens; with turns also the transcript."""
@@ -155,24 +253,34 @@ class RolloutWorker(Worker):
         )
         return replace(item, prompt=prompt, sequence=sequence)
 
+    def _requests(self, columns: Mapping[str, Any], factory: EnvFactory) -> list[Request]:
+        prompts = zip(
+            columns["prompt_ids"], columns["sampling"], columns["extra_info"], strict=True
+        )
+        return [self._request(*prompt, factory) for prompt in prompts]
+
     def _request(
-        self, prompt_ids: list[int], sampling: Sampling, extra_info: dict[str, Any]
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        extra_info: dict[str, Any],
+        factory: EnvFactory,
     ) -> Request:
         if not self.spec.max_turns:
             return Request(prompt_ids, sampling)
         return Request(
             prompt_ids,
             sampling,
-            self._env(extra_info),
+            self._env(extra_info, factory),
             max_turns=self.spec.max_turns,
             max_response_tokens=self.spec.longest_sequence - len(prompt_ids),
             max_observation_tokens=self.spec.max_obs_length,
             encode_observation=self.encode,
         )
 
-    def _env(self, extra_info: dict[str, Any]) -> Env:
+    def _env(self, extra_info: dict[str, Any], factory: EnvFactory) -> Env:
         try:
-            return self.env_factory.env(extra_info)
+            return factory.env(extra_info)
         except Exception as error:  # a user's factory may raise anything
             name = self.spec.env.name if self.spec.env else ""
             raise ValueError(
@@ -266,6 +374,7 @@ class RolloutWorker(Worker):
     def close(self) -> None:
         """Stop the engine and its processes, whose shared memory would otherwise remain."""
         if hasattr(self, "engine"):  # missing if it failed to start
+            self.abandon()
             self.engine.close()
             self.scorer.close()
         super().close()
