@@ -9,31 +9,24 @@ codes are those of main_sft.
 
 from typing import TYPE_CHECKING
 
-from verlite import main_sft
 from verlite.config.dpo import DPO
-from verlite.files import tolerate_full_disk
-from verlite.terminal import clean_output
+from verlite.main_sft import tune
+from verlite.trainer import command
 
 if TYPE_CHECKING:
     from verlite.sft.run import Task
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Validate the configuration, train, and return the exit code."""
-    return main_sft.main(argv, DPO, dpo_task, str(__doc__))
+    """Check the configuration, train, and return the exit code."""
+    return tune(argv, DPO, dpo_task, str(__doc__))
 
 
 def dpo_task() -> "Task":
-    """Return what main_dpo trains for. It imports torch."""
     from verlite.sft.dpo import TASK
 
     return TASK
 
 
 if __name__ == "__main__":
-    tolerate_full_disk()
-    clean_output()
-    code = main()
-    from verlite.trainer.ending import leave
-
-    leave(code)
+    command.run_as_program(main)

@@ -9,57 +9,33 @@ Exit codes (docs/failures.md):
     130: interrupted (Ctrl-C). Steps since the last checkpoint are lost.
 """
 
-import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from verlite.controller.stop import Stop
-from verlite.files import tolerate_full_disk
-from verlite.terminal import clean_output
+from verlite.trainer import command
+
+if TYPE_CHECKING:
+    from verlite.config.load import Loaded
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check the configuration, train, and return the exit code."""
-    stop = Stop()
-    try:
-        with stop:  # before the other imports, which take longer than all that comes before them
-            try:
-                return train_command(sys.argv[1:] if argv is None else argv, stop)
-            except KeyboardInterrupt:  # here, so that another signal changes no exit code
-                leave_interrupted(stop)
-    except KeyboardInterrupt:  # while `stop` was entered
-        leave_interrupted(stop)
+    arguments = sys.argv[1:] if argv is None else argv
+    return command.main(lambda: load(arguments), run_to_end)
 
 
-def leave_interrupted(stop: Stop) -> NoReturn:
-    """Say that a signal has ended the command, unless that was said, and end the process."""
-    if stop.code is None:
-        from verlite.terminal import console
-
-        console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
-    sys.stdout.flush()
-    # sys.exit would wait for the thread that imports torch.
-    os._exit(stop.exit_code)
-
-
-def train_command(argv: list[str], stop: Stop) -> int:
-    """Run the whole command. Signals raise KeyboardInterrupt."""
+def load(arguments: list[str]) -> "Loaded":
     from verlite.config.load import main_argv
 
-    loaded = main_argv(argv)
-    from verlite.api.run import run_to_end
-    from verlite.trainer.ending import report
+    return main_argv(arguments)
 
-    try:
-        return run_to_end(loaded, stop)
-    except Exception as error:
-        return report(stop, None, error)
+
+def run_to_end(loaded: "Loaded", stop: Stop) -> int:
+    from verlite.trainer import launch
+
+    return launch.run_to_end(loaded, stop)
 
 
 if __name__ == "__main__":
-    tolerate_full_disk()
-    clean_output()
-    code = main()
-    from verlite.trainer.ending import leave
-
-    leave(code)
+    command.run_as_program(main)

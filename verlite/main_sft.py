@@ -19,111 +19,52 @@ torchrun has exit codes of its own: 1 for all but 0.
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from verlite.config import load
 from verlite.config.command import Command
-from verlite.config.problems import ConfigError
+from verlite.config.load import main_argv
 from verlite.config.sft import SFT
-from verlite.config.show import notes_text
 from verlite.controller.stop import Stop
-from verlite.files import tolerate_full_disk
-from verlite.terminal import clean_output, console
+from verlite.trainer import command
 
 if TYPE_CHECKING:
+    from verlite.config.load import LoadedConfig
+    from verlite.config.sft import TuningConfig
     from verlite.sft.run import Task
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Check the configuration, train, and return the exit code."""
+    return tune(argv, SFT, sft_task, str(__doc__))
+
+
+def tune(argv: list[str] | None, keys: Command, task: Callable[[], "Task"], usage: str) -> int:
+    """Train on given texts, and return the exit code.
+
+    Args:
+        keys: the command's keys.
+        task: returns what it trains for. It imports torch.
+        usage: what --help prints in front of the keys.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def run_to_end(loaded: "LoadedConfig[TuningConfig]", stop: Stop) -> int:
+        from verlite.sft import train
+
+        return train.run_to_end(loaded, task(), stop)
+
+    return command.main(
+        lambda: main_argv(arguments, command=keys, usage=usage),
+        run_to_end,
+        is_first=os.environ.get("RANK", "0") == "0",
+    )
+
+
 def sft_task() -> "Task":
-    """Return what main_sft trains for. It imports torch."""
     from verlite.sft.train import TASK
 
     return TASK
 
 
-def main(
-    argv: list[str] | None = None,
-    command: Command = SFT,
-    task: Callable[[], "Task"] = sft_task,
-    usage: str = str(__doc__),
-) -> int:
-    """Validate the configuration, train, and return the exit code.
-
-    command, task, usage: those of another command that trains on given texts.
-    """
-    stop = Stop()
-    try:
-        with stop:
-            try:
-                arguments = sys.argv[1:] if argv is None else argv
-                config_name, config_dir, overrides, help_wanted = load.parse_argv(arguments)
-                if help_wanted:
-                    print(help_text(usage, command))
-                    return 0
-                loaded = load.compose(config_name, overrides, config_dir, command=command)
-                if loaded.notes and is_first_rank():
-                    console().print(notes_text(loaded.notes, command), soft_wrap=True)
-                return run(loaded, task, stop)
-            except ConfigError as error:
-                console(stderr=True).print(error.text(), soft_wrap=True, end="")
-                return 2
-            except KeyboardInterrupt:  # here, so that another signal changes no exit code
-                leave_interrupted(stop)
-    except KeyboardInterrupt:  # while `stop` was entered
-        leave_interrupted(stop)
-
-
-def leave_interrupted(stop: Stop) -> NoReturn:
-    """Say that a signal has ended the command, unless that was said, and end the process."""
-    if stop.code is None and is_first_rank():
-        console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
-    sys.stdout.flush()
-    # sys.exit would wait for threads, such as one in a collective.
-    os._exit(stop.exit_code)
-
-
-def run(loaded: Any, task: Callable[[], "Task"], stop: Stop) -> int:
-    """Train, and return the exit code. torch is imported only for a valid configuration."""
-    from verlite.control.exit_codes import DONE
-    from verlite.sft.run import finalize, open_run
-    from verlite.sft.train import train
-    from verlite.trainer.ending import report
-    from verlite.trainer.errors import REFUSED, AlreadyComplete, exit_code
-
-    try:
-        with open_run(loaded, task(), stop) as opened:
-            train(opened)
-            return stop.decide(finalize(opened))
-    except AlreadyComplete as done:
-        if is_first_rank():
-            console().print(str(done), markup=False, soft_wrap=True)
-        return stop.decide(DONE)
-    except Exception as error:
-        if isinstance(error, REFUSED) and not is_first_rank():
-            return stop.decide(exit_code(error))  # rank 0 says it
-        return report(stop, None, error)
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the only one, or torchrun's first."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def help_text(usage: str, command: Command) -> str:
-    """Return the usage and a description of every key."""
-    lines = [usage.strip(), ""]
-    for key in command.keys.values():
-        if not key.section:
-            default = "" if key.default == "???" else f" (default {key.default})"
-            lines.append(f"{key.name}: {key.type}{default}")
-            lines.append(f"    {key.doc}")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    tolerate_full_disk()
-    clean_output()
-    code = main()
-    from verlite.trainer.ending import leave
-
-    leave(code)
+    command.run_as_program(main)

@@ -327,7 +327,7 @@ class Process:
         return following, self.world.now - began
 
     def finalize(self) -> int:
-        """As trainer.exports."""
+        """As trainer.saving."""
         following = self.tell(e.LoopEnds())
         if following == e.Save():
             following = self.save()[0]

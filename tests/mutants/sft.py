@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stopped run does not save",
-        "verlite.trainer.exports:finalize",
+        "verlite.trainer.saving:finalize",
         returns(75),
         RESUMED,
     ),

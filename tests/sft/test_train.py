@@ -471,7 +471,8 @@ def test_all_invalid_keys_are_reported_together(capsys):
         "data.truncation",
         "trainer.test_freq",
     }
-    assert main(["data.train_files=x"]) == 2
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["data.train_files=x"])
     assert "model.path" in capsys.readouterr().err
 
 
@@ -516,14 +517,16 @@ def test_saves_may_fail_for_two_minutes(tmp_path, monkeypatch):
 
 
 def test_missing_file_exits_with_code_2(tiny_qwen2, tmp_path, capsys):
-    assert main(run_options(tmp_path / "gone.parquet", tiny_qwen2, tmp_path / "run")) == 2
+    with pytest.raises(SystemExit, match="^2$"):
+        main(run_options(tmp_path / "gone.parquet", tiny_qwen2, tmp_path / "run"))
     printed = capsys.readouterr().err
     assert f"data.train_files={tmp_path}/gone.parquet" in printed and "does not exist" in printed
     assert not (tmp_path / "run").exists()
 
 
 def test_help_lists_every_key(capsys):
-    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["--help"])
     printed = capsys.readouterr().out
     assert "data.response_key: text (default response)\n    Column of the response" in printed
     assert "model.use_remove_padding: true/false" in printed

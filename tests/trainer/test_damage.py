@@ -23,9 +23,9 @@ from verlite.files import RetryingWriter
 from verlite.report.samples import read_samples
 from verlite.trainer import checkpoints
 from verlite.trainer.errors import RunRefused
-from verlite.trainer.exports import STEP_FILE, exported_step
 from verlite.trainer.opening import checkpoint_text, lock_run_dir
 from verlite.trainer.samples import as_jsonl
+from verlite.trainer.saving import STEP_FILE, exported_step
 from verlite.trainer.tracking import METRICS, MetricsFile, read_lines
 
 Damage = Callable[[Path], None]

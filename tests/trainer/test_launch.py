@@ -19,7 +19,6 @@ from verlite.trainer.build import restore
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
 from verlite.trainer.common_checks import steps_left
 from verlite.trainer.errors import AlreadyComplete, RunRefused, ServiceMissing
-from verlite.trainer.exports import STEP_FILE
 from verlite.trainer.opening import (
     absolutize_paths,
     beginning,
@@ -29,6 +28,7 @@ from verlite.trainer.opening import (
 )
 from verlite.trainer.resume import refuse_changes
 from verlite.trainer.run import Run
+from verlite.trainer.saving import STEP_FILE
 from verlite.trainer.tracking import read_lines
 
 STATE = {"step": 6, "version": 9, "kl_controller": {"value": 0.25}}

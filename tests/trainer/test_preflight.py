@@ -33,8 +33,8 @@ from verlite.sft import run as sft_run
 from verlite.spec.catalog import load
 from verlite.trainer import build, checkpoints, checks, disk, launch, opening
 from verlite.trainer.errors import RunRefused
-from verlite.trainer.exports import STEP_FILE
 from verlite.trainer.preflight import CHECKS, DPO, FILES, RL, SFT, SPLITS, Check
+from verlite.trainer.saving import STEP_FILE
 
 pytestmark = pytest.mark.process
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.runs import RAY_STARTED, Launch, one_thread, quiet, write_reward, write_sums
 from verlite.report.export import Base, export_checkpoint, find_checkpoint
-from verlite.trainer.exports import exported_step
+from verlite.trainer.saving import exported_step
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -12,19 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verlite.api.config import RunConfig
 from verlite.api.result import Result
-from verlite.config.load import Loaded
 from verlite.config.plan import Plan, make_plan
 from verlite.config.problems import Note
-from verlite.config.show import notes_text
 from verlite.terminal import console
-
-if TYPE_CHECKING:
-    from verlite.controller.stop import Stop
-    from verlite.trainer.launch import Launch
 
 ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 ENV_MODULE = "verlite_own_env"
@@ -123,6 +117,8 @@ def train(
     from verlite.config.critical import CODE
     from verlite.control.exit_codes import DONE
     from verlite.controller.stop import Stop
+    from verlite.trainer import command
+    from verlite.trainer.launch import run_to_end
     from verlite.trainer.opening import absolute, lock_run_dir
 
     _refuse_other_types(config)
@@ -135,7 +131,7 @@ def train(
         stop = Stop(embedded=True)
         try:
             with stop:
-                code = run_to_end(loaded, stop)
+                code = command.run(loaded, run_to_end, stop)
         except KeyboardInterrupt:
             if stop.requested in (None, "SIGINT"):
                 raise
@@ -193,38 +189,6 @@ def export(
         base = Base.recorded(checkpoint)
     export_checkpoint(checkpoint, Path(out), base, dtype)
     return Path(out)
-
-
-def run_to_end(loaded: Loaded, stop: "Stop") -> int:
-    """Print the notes, run all checks, train, and return the exit code.
-
-    torch, Ray and transformers are imported only after the configuration has passed every check.
-    """
-    if loaded.notes:
-        console().print(notes_text(loaded.notes), soft_wrap=True)
-    from verlite.control.exit_codes import DONE
-    from verlite.trainer.errors import AlreadyComplete
-    from verlite.trainer.launch import launched
-
-    try:
-        with launched(loaded, stop) as launch:
-            return _train(launch)
-    except AlreadyComplete as done:
-        console().print(str(done), markup=False, soft_wrap=True)
-        return stop.decide(DONE)
-
-
-def _train(launch: "Launch") -> int:
-    from verlite.trainer.build import finalize, open_run
-    from verlite.trainer.errors import StepAborted
-    from verlite.trainer.ppo import train
-
-    with open_run(launch) as opened:
-        try:
-            train(opened)
-        except StepAborted:
-            opened.undo_step()
-        return opened.stop.decide(finalize(opened))
 
 
 def _refuse_other_ray() -> None:

@@ -76,6 +76,8 @@ class LoadedConfig(Generic[C]):
     """Current names of the keys that the user set, on the command line or in their own YAML."""
     lacking: tuple[Problem, ...] = ()
     """With compose(elsewhere=True): what this machine lacks for the run."""
+    command: Command = PPO
+    """Whose configuration it is."""
     from_home: Mapping[str, Any] = field(default_factory=dict)
     """Paths that begin with ~ in a YAML file, with this user's home in its place."""
 
@@ -155,15 +157,19 @@ def main_argv(
     program: str = "python -m verlite.main_ppo",
     elsewhere: bool = False,
     command: Command = PPO,
+    usage: str | None = None,
 ) -> Loaded:
     """Load the configuration of a training command line; `elsewhere`, `command` as in `compose`.
 
     Prints problems and exits with code 2. For --help, prints the usage and exits with code 0.
+
+    Args:
+        usage: the text that --help prints in front of all keys. None: a short text about `program`.
     """
     try:
         config_name, config_dir, overrides, help_wanted = parse_argv(argv)
         if help_wanted:
-            print(_help(program, command))
+            print(_help(program, command) if usage is None else _help_of_keys(usage, command))
             raise SystemExit(0)
         return compose(config_name, overrides, config_dir, elsewhere=elsewhere, command=command)
     except ConfigError as error:
@@ -212,16 +218,15 @@ def parse_argv(argv: Sequence[str]) -> tuple[str | None, str | None, list[str], 
     return values.get("--config-name"), values.get("--config-path"), overrides, False
 
 
-def dump(loaded: LoadedConfig[C], command: Command = PPO) -> str:
+def dump(loaded: LoadedConfig[C]) -> str:
     """Return the resolved configuration as YAML, with secrets masked.
 
     A comment gives the origin of each value that is not the default.
-
     """
     values = OmegaConf.to_container(loaded.tree, resolve=True)
     lines = [
         "# Every value of this run. A comment gives the origin of a value that is not the default.",
-        *_dump(values, "", "", loaded.provenance, command.keys),
+        *_dump(values, "", "", loaded.provenance, loaded.command.keys),
     ]
     return "\n".join(lines) + "\n"
 
@@ -594,6 +599,7 @@ class _Builder:
             self.provenance,
             frozenset(self.user_keys),
             tuple(lacking),
+            self.command,
             {k: v for k, v in self.from_home.items() if OmegaConf.select(self.tree, k) == v},
         )
 
@@ -889,3 +895,14 @@ Overrides may be at any position:
 
 verlite check <the same arguments>   finds all problems without starting the run
 verlite explain <key>                describes a key"""
+
+
+def _help_of_keys(usage: str, command: Command) -> str:
+    """Return the usage and a description of every key."""
+    lines = [usage.strip(), ""]
+    for key in command.keys.values():
+        if not key.section:
+            default = "" if key.default == "???" else f" (default {key.default})"
+            lines.append(f"{key.name}: {key.type}{default}")
+            lines.append(f"    {key.doc}")
+    return "\n".join(lines)

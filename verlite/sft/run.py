@@ -34,12 +34,11 @@ from verlite.engine.process_group import process_group
 from verlite.files import RetryingWriter, free_text
 from verlite.sft.data import Example
 from verlite.terminal import console
-from verlite.trainer import checkpoints, exports, run_file
+from verlite.trainer import checkpoints, run_file, saving
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 from verlite.trainer.common_checks import reading
 from verlite.trainer.display import Display
 from verlite.trainer.ending import reported_first
-from verlite.trainer.exports import install_export
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.opening import (
     absolute,
@@ -50,6 +49,7 @@ from verlite.trainer.opening import (
     resumed_text,
 )
 from verlite.trainer.preflight import FILES, LIBRARIES, Preflight, walk
+from verlite.trainer.saving import install_export
 from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
 
@@ -290,7 +290,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         writer = RetryingWriter(display.warn)
         stack.callback(writer.close)
         tracking = on_first_rank_only(
-            partial(_open_outputs, found, dump(loaded, task.command), writer, display.info)
+            partial(_open_outputs, found, dump(loaded), writer, display.info)
         )
         if tracking:
             stack.callback(tracking.finish)
@@ -360,28 +360,16 @@ def on_first_rank_only(function: Callable[[], _T]) -> _T | None:
 
 
 def save(run: Run) -> events.Command | None:
-    """Write a checkpoint and delete old ones. Return what the control says then. All ranks must
-    call it.
-
-    A failed save costs a warning, and training goes on, until MAX_FAILED_SAVES in a row.
-
-    Raises:
-        CheckpointError: too many failed saves in a row, or the run must end with this one.
-    """
-    with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
-        failure = _write(run)
-    following = run.tell(events.Saved() if failure is None else events.SaveFailed(str(failure)))
-    following = on_first_rank(lambda: following)  # the clocks of ranks differ
-    if isinstance(following, events.Fail):
-        raise CheckpointError(following.reason or str(failure)) from failure
-    if failure is None and run.rank == 0:
-        keep = run.config.trainer.max_ckpt_to_keep
-        checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
-    return following
+    """Write a checkpoint. Return what the control says then. All ranks must call it. Raises
+    CheckpointError (`saving`)."""
+    keep = run.config.trainer.max_ckpt_to_keep if run.rank == 0 else None
+    return saving.save(
+        run, partial(_write, run), keep, lambda following: on_first_rank(lambda: following)
+    )
 
 
-def _write(run: Run) -> CheckpointError | None:
-    """Write a checkpoint, all ranks together. Return on every rank why it was not written.
+def _write(run: Run) -> None:
+    """Write a checkpoint, all ranks together. Raises on every rank why it was not written.
 
     Rank 0 tells the others the folder, or None if it does not come to that.
     """
@@ -413,13 +401,15 @@ def _write(run: Run) -> CheckpointError | None:
                 run.engine.save(folder / ROLE)
             except OSError:
                 pass  # raised on all ranks; rank 0 says why
-    return on_first_rank(lambda: failure)
+    failure = on_first_rank(lambda: failure)
+    if failure is not None:
+        raise failure
 
 
 def finalize(run: Run) -> int:
     """End a run that did not fail, and return the exit code. Raises CheckpointError."""
     out = sys.stdout if run.rank == 0 else None
-    return exports.finalize(run, partial(save, run), partial(_export, run), out)
+    return saving.finalize(run, partial(save, run), partial(_export, run), out)
 
 
 def _export(run: Run) -> None:

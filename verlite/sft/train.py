@@ -16,11 +16,12 @@ from torch import Tensor
 from verlite.config import sft
 from verlite.config.sft import TuningConfig
 from verlite.control import events
+from verlite.controller.stop import Stop
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.sft.batch import build_batch
 from verlite.sft.data import Example, columns, row_examples
-from verlite.sft.run import Run, Task, save
+from verlite.sft.run import Loaded, Run, Task, finalize, open_run, save
 from verlite.sft.samples import keep_samples
 from verlite.trainer.preflight import SFT
 
@@ -30,6 +31,17 @@ LINE_S = 5.0
 """Steps can take milliseconds, and a line for each would hide everything else."""
 FIRST_ROWS = 8
 """Examples of the first batch whose text is kept."""
+
+
+def run_to_end(loaded: Loaded, task: Task, stop: Stop) -> int:
+    """Do all checks, train, and return the exit code.
+
+    Raises:
+        REFUSED, AlreadyComplete, KeyboardInterrupt, or what ended the run.
+    """
+    with open_run(loaded, task, stop) as run:
+        train(run)
+        return stop.decide(finalize(run))
 
 
 def train(run: Run) -> None:

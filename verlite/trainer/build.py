@@ -23,12 +23,11 @@ from verlite.controller.worker_group import ready, spawn
 from verlite.files import RetryingWriter, free_text
 from verlite.spec import catalog
 from verlite.spec.roles import TrainingRole
-from verlite.trainer import exports, run_file
+from verlite.trainer import run_file, saving
 from verlite.trainer.checkpoints import Checkpoint, CheckpointError
 from verlite.trainer.detectors import WARNINGS, Detectors, ignored
 from verlite.trainer.display import Display
 from verlite.trainer.ending import reported_first
-from verlite.trainer.exports import install_export
 from verlite.trainer.finish import forget_warnings, save
 from verlite.trainer.launch import Launch, connect_ray, plan_on, reserve_devices
 from verlite.trainer.opening import (
@@ -42,6 +41,7 @@ from verlite.trainer.opening import (
 from verlite.trainer.preflight import LIBRARIES, walk
 from verlite.trainer.reference import check_weights
 from verlite.trainer.run import Run, StepState
+from verlite.trainer.saving import install_export
 from verlite.trainer.tracking import METRICS, read_lines
 from verlite.workers.roles import ROLES
 
@@ -229,7 +229,7 @@ def restore(run: Run, begins: Beginning, state: dict[str, Any]) -> None:
 
 def finalize(run: Run) -> int:
     """End a run that did not fail, and return the exit code. Raises CheckpointError."""
-    return exports.finalize(run, partial(save, run), partial(export, run), sys.stdout)
+    return saving.finalize(run, partial(save, run), partial(export, run), sys.stdout)
 
 
 def export(run: Run) -> None:

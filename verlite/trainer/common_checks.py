@@ -16,9 +16,9 @@ from verlite.spec.roles import ModelSpec
 from verlite.trainer import resume
 from verlite.trainer.checkpoints import STATE, ResumeRefused
 from verlite.trainer.errors import HubMissing, RunRefused
-from verlite.trainer.exports import already_complete, exported_step
 from verlite.trainer.opening import lock_run_dir, try_run_dir
 from verlite.trainer.preflight import Preflight
+from verlite.trainer.saving import already_complete, exported_step
 
 
 def run_directory(found: Preflight) -> None:

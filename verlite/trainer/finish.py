@@ -11,7 +11,7 @@ from verlite.controller.worker_group import group
 from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
-from verlite.trainer import checkpoints
+from verlite.trainer import checkpoints, saving
 from verlite.trainer.agent import agent_metrics
 from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.errors import StepAborted
@@ -138,28 +138,14 @@ def straggler_metrics(run: Run) -> Metrics:
 
 
 def save(run: Run) -> events.Command | None:
-    """Write a checkpoint and delete old ones. Return what the control says then.
+    """Write a checkpoint. Return what the control says then. Raises CheckpointError (`saving`)."""
 
-    A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row
-    have failed, for two minutes at least; the last step of a run has one try.
+    def write() -> None:
+        checkpoints.write(
+            run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
+        )
 
-    Raises:
-        CheckpointError: too many failed saves in a row, or the run must end with this one.
-    """
-    with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
-        try:
-            checkpoints.write(
-                run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
-            )
-        except checkpoints.CheckpointError as error:
-            following = run.tell(events.SaveFailed(str(error)))
-            if isinstance(following, events.Fail):
-                raise checkpoints.CheckpointError(following.reason or str(error)) from error
-            return following
-    following = run.tell(events.Saved())
-    keep = run.config.trainer.max_actor_ckpt_to_keep
-    checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
-    return following
+    return saving.save(run, write, run.config.trainer.max_actor_ckpt_to_keep)
 
 
 def save_workers(run: Run, folder: Path) -> None:

@@ -1,21 +1,40 @@
-"""The end of a run that did not fail: its last checkpoint or its exported model, what is printed
-about them, and a run that is already complete."""
+"""What every training command writes when the control says Save or Export: a checkpoint, within the
+failures that are allowed, and at the end of a run that did not fail the model.
+
+Also what is printed about them, and a run that is already complete.
+"""
 
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from verlite.control.events import Command, Event, Exit, Export, Exported, LoopEnds, Save
+from verlite.control.events import (
+    Command,
+    Event,
+    Exit,
+    Export,
+    Exported,
+    Fail,
+    LoopEnds,
+    Save,
+    Saved,
+    SaveFailed,
+)
 from verlite.control.exit_codes import STOPPED
 from verlite.controller.stop import Stop
 from verlite.files import RetryingWriter, read_text, replace_file
+from verlite.trainer import checkpoints
+from verlite.trainer.checkpoints import CheckpointError
 from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete
 from verlite.trainer.segments import CONFIG
 from verlite.trainer.tracking import METRICS, MetricsFile, set_aside
+
+if TYPE_CHECKING:
+    from verlite.trainer.metrics import Stopwatch  # it imports torch
 
 STEP_FILE = "training_step.txt"
 """File in huggingface/ with the step of the exported model."""
@@ -31,8 +50,8 @@ PRINTED = {
 """Files and folders of a run directory that are named at the end, by what they have."""
 
 
-class Ending(Protocol):
-    """What ends: a run of main_ppo, or one rank of main_sft."""
+class Saving(Protocol):
+    """What saves and ends: a run of main_ppo, or one rank of main_sft."""
 
     @property
     def run_dir(self) -> Path: ...
@@ -49,11 +68,49 @@ class Ending(Protocol):
     @property
     def display(self) -> Display: ...
 
+    @property
+    def stopwatch(self) -> "Stopwatch": ...
+
     def tell(self, event: Event) -> Command | None: ...
 
 
+def save(
+    run: Saving,
+    write: Callable[[], object],
+    keep: int | None,
+    agreed: Callable[[Command | None], Command | None] = lambda following: following,
+) -> Command | None:
+    """Write a checkpoint and delete old ones. Return what the control says then.
+
+    A failed save costs a warning, and training goes on, until as many in a row have failed as the
+    policy allows, for two minutes at least; the last step of a run has one try.
+
+    Args:
+        write: writes the checkpoint. Raises CheckpointError.
+        keep: checkpoints that are kept. None: all, or another rank deletes them.
+        agreed: returns what the first of several ranks was told, whose clocks differ.
+
+    Raises:
+        CheckpointError: too many failed saves in a row, or the run must end with this one.
+    """
+    failure = None
+    with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
+        try:
+            write()
+        except CheckpointError as error:
+            failure = error
+    if failure is None:
+        following = agreed(run.tell(Saved()))
+        checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
+        return following
+    following = agreed(run.tell(SaveFailed(str(failure))))
+    if isinstance(following, Fail):
+        raise CheckpointError(following.reason or str(failure)) from failure
+    return following
+
+
 def finalize(
-    run: Ending,
+    run: Saving,
     save: Callable[[], Command | None],
     export: Callable[[], None],
     out: TextIO | None,

@@ -1,0 +1,105 @@
+"""What main_ppo, main_sft and main_dpo share: from the first signal handler to the exit code.
+
+Each of them names how its configuration is loaded and what runs it: `run_to_end` of
+`trainer/launch.py` (RL) or of `sft/train.py`. torch, Ray and transformers are imported only for a
+valid configuration.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from verlite.controller.stop import Stop
+from verlite.files import tolerate_full_disk
+from verlite.terminal import clean_output, console
+
+if TYPE_CHECKING:
+    from verlite.config.load import LoadedConfig
+
+
+def main(
+    load: Callable[[], "LoadedConfig[Any]"],
+    run_to_end: Callable[["LoadedConfig[Any]", Stop], int],
+    is_first: bool = True,
+) -> int:
+    """Load the configuration, run it, and return the exit code (docs/failures.md).
+
+    Args:
+        load: returns the configuration; exits with 2 if it is invalid.
+        run_to_end: does all checks, trains, and returns the exit code.
+        is_first: whether this is the first of several processes, which prints.
+    """
+    stop = Stop()
+    try:
+        with stop:  # before the other imports, which take longer than all that comes before them
+            try:
+                return _main(load, run_to_end, stop, is_first)
+            except KeyboardInterrupt:  # here, so that another signal changes no exit code
+                _leave_interrupted(stop, is_first)
+    except KeyboardInterrupt:  # while `stop` was entered
+        _leave_interrupted(stop, is_first)
+
+
+def _main(
+    load: Callable[[], "LoadedConfig[Any]"],
+    run_to_end: Callable[["LoadedConfig[Any]", Stop], int],
+    stop: Stop,
+    is_first: bool,
+) -> int:
+    loaded = load()
+    from verlite.trainer.ending import report
+    from verlite.trainer.errors import REFUSED, exit_code
+
+    try:
+        return run(loaded, run_to_end, stop, is_first)
+    except Exception as error:
+        if isinstance(error, REFUSED) and not is_first:
+            return stop.decide(exit_code(error))  # the first process says it
+        return report(stop, None, error)
+
+
+def run(
+    loaded: "LoadedConfig[Any]",
+    run_to_end: Callable[["LoadedConfig[Any]", Stop], int],
+    stop: Stop,
+    is_first: bool = True,
+) -> int:
+    """Print the notes, run, and return the exit code: 0 also if the run was complete already.
+
+    Raises:
+        KeyboardInterrupt: a signal came when nothing had to be saved.
+        Exception: what ended the run.
+    """
+    if loaded.notes and is_first:
+        from verlite.config.show import notes_text
+
+        console().print(notes_text(loaded.notes, loaded.command), soft_wrap=True)
+    from verlite.control.exit_codes import DONE
+    from verlite.trainer.errors import AlreadyComplete
+
+    try:
+        return run_to_end(loaded, stop)
+    except AlreadyComplete as done:
+        if is_first:
+            console().print(str(done), markup=False, soft_wrap=True)
+        return stop.decide(DONE)
+
+
+def _leave_interrupted(stop: Stop, is_first: bool) -> NoReturn:
+    """Say that a signal has ended the command, unless that was said, and end the process."""
+    if stop.code is None and is_first:
+        console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
+    sys.stdout.flush()
+    # sys.exit would wait for threads, such as one that imports torch or one in a collective.
+    os._exit(stop.exit_code)
+
+
+def run_as_program(main: Callable[[], int]) -> NoReturn:
+    """Run what `python -m` names, and end the process with its exit code."""
+    tolerate_full_disk()
+    clean_output()
+    code = main()
+    from verlite.trainer.ending import leave
+
+    leave(code)
