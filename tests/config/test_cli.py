@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import verlite as verlite_package
 from tests.sizing.conftest import config_folder
 from verlite.cli import app
-from verlite.cli.options import from_data_classes
+from verlite.cli.common import from_data_classes
 from verlite.config.load import main_argv
 
 pytestmark = pytest.mark.process

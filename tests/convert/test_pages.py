@@ -12,7 +12,7 @@ from tests.convert import pages
 from tests.convert.conftest import SAMPLES, Files
 from tests.data_preprocess.conftest import run  # noqa: F401  (a fixture)
 from verlite.cli import app
-from verlite.cli.check import check
+from verlite.cli.before_run import check
 
 PAGES = sorted(pages.PAGES.glob("*.md"))
 OPTIONS = ("--config-path", "--config-name")

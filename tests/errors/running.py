@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from tests.errors.cases import SFT, Case
 from verlite import hub, main_ppo, main_sft
-from verlite.cli import app, check
+from verlite.cli import app
+from verlite.cli.before_run import check
 from verlite.config import plan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def _run_here(case: Case) -> tuple[int, str]:
     if case.program.startswith("verlite convert"):
         done = CliRunner().invoke(app, [*case.program.split()[1:], *case.arguments])
         return done.exit_code, done.output
-    commands = {"verlite check": check.check, SFT: main_sft.main}
+    commands = {"verlite check": check, SFT: main_sft.main}
     command = commands.get(case.program, main_ppo.main)
     printed = StringIO()
     offline = patch.object(hub, "unreachable", lambda: "no network")

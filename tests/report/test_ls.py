@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.cli.ls import age
+from verlite.cli.runs import age
 from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from verlite.controller.stop import Stop
 from verlite.report import runs

@@ -23,7 +23,7 @@ from tests.errors.cases import directory_in_use, one_row, text, write_folder
 from tests.models import tiny_model
 from tests.trainer.runs import driver_state
 from verlite import hub, main_dpo, main_ppo, main_sft
-from verlite.cli import check as command_check
+from verlite.cli.before_run import check as check_command
 from verlite.config.critical import begin_run, critical_settings, tuning_settings
 from verlite.config.dpo import DPO as DPO_COMMAND
 from verlite.config.load import compose
@@ -386,7 +386,7 @@ def test_check_and_command_say_the_same(
         undo = failure.files(kind) if takes_kind else failure.files()
     arguments = [*ARGUMENTS[kind], *failure.typed.split()]
     before = written()
-    code, said = printed(command_check.check, [*NAMED[kind], *arguments])
+    code, said = printed(check_command, [*NAMED[kind], *arguments])
     assert written() == before
     assert started == [], "check starts nothing"
     run_code, run_said = printed(MAINS[kind], arguments)
@@ -469,7 +469,7 @@ def test_a_cluster_that_does_not_answer(
     address = "ray_kwargs.ray_init.address=127.0.0.1:1"
     if answers:
         monkeypatch.setattr("verlite.controller.head._what_is_missing", lambda *given: None)
-    code, said = printed(command_check.check, [*ARGUMENTS[RL], address, "ray_kwargs.wait_s=600"])
+    code, said = printed(check_command, [*ARGUMENTS[RL], address, "ray_kwargs.wait_s=600"])
     assert code == 0 and started == []
     assert ("a run would not start now" in said) == (not answers)
     assert ("ray_kwargs.wait_s (here 600 s)" in said) == (not answers)

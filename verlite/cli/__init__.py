@@ -10,22 +10,7 @@ from typing import Annotated
 import typer
 
 from verlite import __version__
-from verlite.cli import (
-    check,
-    cluster,
-    contract,
-    convert,
-    data,
-    doctor,
-    explain,
-    launch,
-    ls,
-    plan,
-    runs,
-    serve,
-    show,
-    supervise,
-)
+from verlite.cli import before_run, cluster, convert, launch, own, runs, serve
 from verlite.cli.common import fail
 from verlite.terminal import clean_output
 
@@ -43,20 +28,20 @@ app = typer.Typer(
     help="Reinforcement learning for language models. "
     "To train, run `python -m verlite.main_ppo key=value ...`.",
 )
-app.command(context_settings=PASS_THROUGH)(check.check)
-app.command(context_settings=PASS_THROUGH)(plan.plan)
-app.command()(explain.explain)
-app.command()(data.data)
-app.command()(ls.ls)
+app.command(context_settings=PASS_THROUGH)(before_run.check)
+app.command(context_settings=PASS_THROUGH)(before_run.plan)
+app.command()(before_run.explain)
+app.command()(own.data)
+app.command()(runs.ls)
 app.command()(runs.export)
 app.command()(runs.curve)
-app.command()(show.show)
+app.command()(runs.show)
 app.command()(runs.report)
 app.command()(runs.stacks)
-app.command()(doctor.doctor)
+app.command()(before_run.doctor)
 app.command()(runs.bugreport)
-app.command()(supervise.supervise)
-app.command()(contract.contract)
+app.command()(launch.supervise)
+app.command()(own.contract)
 app.add_typer(serve.app, name="serve")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(launch.app, name="launch")

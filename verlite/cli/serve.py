@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from verlite.cli.common import fail
-from verlite.cli.options import from_data_classes
+from verlite.cli.common import fail, from_data_classes
 from verlite.rollout.servers.command import ServerOptions
 
 if TYPE_CHECKING:
