@@ -9,11 +9,13 @@ import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
@@ -109,3 +111,31 @@ def _console_class() -> "type[Console]":
                 yield segment if is_clean else segment._replace(text=clean(segment.text))
 
     return CleanConsole
+
+
+PRINT_EVERY_S = 30.0
+
+
+class Countdown:
+    """A line that is updated in place on a terminal. Elsewhere it is printed every 30 s."""
+
+    def __enter__(self) -> "Countdown":
+        self._status: Any = None
+        self._last_print: float | None = None
+        return self
+
+    def show(self, text: str) -> None:
+        """Update the line."""
+        now = time.monotonic()
+        if sys.stderr.isatty():
+            if self._status is None:
+                self._status = console(stderr=True).status(text)
+                self._status.start()
+            self._status.update(text)
+        elif self._last_print is None or now - self._last_print > PRINT_EVERY_S:
+            self._last_print = now
+            print(text, file=sys.stderr, flush=True)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._status.stop()

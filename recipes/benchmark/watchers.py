@@ -34,8 +34,8 @@ SITE = "sitecustomize.py"
 
 def drive(arguments: Sequence[str]) -> None:
     """Run verlite's command line, and note the CPU times in the metrics of each step."""
-    from verlite.controller.daemon_watch import DaemonWatch
     from verlite.controller.heartbeat import Receiver
+    from verlite.controller.node_watch import DaemonWatch
     from verlite.controller.rank_watch import RankWatch
     from verlite.controller.supervise import Supervisor
     from verlite.trainer import ppo

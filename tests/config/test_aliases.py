@@ -5,8 +5,8 @@ import pytest
 from tests.config.conftest import texts, write_prompts
 from verlite.config import ConfigError, keys, translation
 from verlite.config.command import PPO
+from verlite.config.problems import notes_text
 from verlite.config.rules import conditions
-from verlite.config.show import notes_text
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."

@@ -16,11 +16,11 @@ from verlite.config.critical import (
 )
 from verlite.config.load import dump
 from verlite.files import RetryingWriter
+from verlite.trainer.common_checks import changed_code, refuse_changes
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.opening import rl_preflight
 from verlite.trainer.preflight import FILES, walk
-from verlite.trainer.resume import changed_code, refuse_changes
-from verlite.trainer.segments import changed_keys, write_config
+from verlite.trainer.run_record import changed_keys, write_config
 
 ADAPTER = "adapter_config.json"
 REWARD_KEY = "custom_reward_function.path"

@@ -1,7 +1,6 @@
 import pytest
 
-from verlite.config.drawing import draw
-from verlite.config.placement import Shape, mode, parse, read_numbers
+from verlite.config.placement import Shape, draw, mode, parse, read_numbers
 
 
 def test_default_places_all_roles_on_all_devices():

@@ -8,7 +8,7 @@ import pytest
 from tests.config import verl_page
 from tests.config.verl_commands import material, published
 from verlite.config import verl
-from verlite.config.show import notes_text
+from verlite.config.problems import notes_text
 
 COMMANDS = list(published())
 

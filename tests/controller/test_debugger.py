@@ -19,9 +19,8 @@ import pytest
 from tests.controller.conftest import alive, pids, within
 from tests.controller.debugged import Debugged
 from tests.dap import Client
-from verlite.controller.breakpoints import new_stops, show_stops
 from verlite.controller.cluster import TOKEN_FILE, _write_token
-from verlite.controller.debugger import STOP_MARK
+from verlite.controller.debugger import STOP_MARK, new_stops, show_stops
 from verlite.controller.failures import WorkerError
 from verlite.controller.placement import reserve
 from verlite.controller.worker_group import group, ready, spawn, submit

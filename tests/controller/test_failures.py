@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.controller.workers import Light
-from verlite.controller import daemon_watch, node, supervise
-from verlite.controller.daemon_watch import Daemon
+from verlite.controller import node, node_watch, supervise
 from verlite.controller.failures import (
     DIED,
     Cause,
@@ -24,6 +23,7 @@ from verlite.controller.failures import (
     worker_error,
 )
 from verlite.controller.node import Diagnosis
+from verlite.controller.node_watch import Daemon
 from verlite.controller.records import Failed
 from verlite.controller.worker_actor import WorkerActor
 from verlite.controller.worker_handle import WorkerHandle
@@ -121,7 +121,7 @@ def test_a_full_disk_is_named_as_the_reason_of_a_death(monkeypatch):
     assert error.kind == "a full disk" and error.may_pass
     assert "disks of its machine are full: /tmp (512 bytes free), /dev/shm (512" in str(error)
     process = node.Process(7, 1)
-    assert "machine are full: /tmp" in str(daemon_watch.lost(Daemon("gcs", process), "has ended"))
+    assert "machine are full: /tmp" in str(node_watch.lost(Daemon("gcs", process), "has ended"))
     usage.free = 100 << 20  # 1% of a large disk
     assert node.full_disks() == ""
     usage.total = usage.free = 32 << 20  # the whole /dev/shm of a container

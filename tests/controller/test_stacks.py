@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from tests.controller.conftest import pids, within
 from tests.controller.workers import Echo, Light
 from verlite.cli import app
+from verlite.controller.cluster import current
 from verlite.controller.placement import reserve
-from verlite.controller.stack_text import ranks_text, render, threads
-from verlite.controller.stacks import REQUESTS, answer_requests
+from verlite.controller.stacks import REQUESTS, answer_requests, ranks_text, render, threads
 from verlite.controller.worker_group import ready, spawn, submit
 from verlite.report.stacks import StacksError, ask
 from verlite.trainer.opening import lock_run_dir
@@ -90,7 +90,7 @@ def test_a_folder_without_a_running_job_is_refused_at_once(tmp_path):
         prepare()
         with pytest.raises(StacksError, match="no job is running in"):
             ask(tmp_path, 60)
-    with lock_run_dir(tmp_path), answer_requests(tmp_path):
+    with lock_run_dir(tmp_path), answer_requests(tmp_path, current):
         pass
     (tmp_path / REQUESTS).touch()  # a killed driver leaves it
     result = CliRunner().invoke(app, ["stacks", str(tmp_path)])
@@ -124,7 +124,7 @@ def test_a_job_that_ends_before_it_answers_is_reported_at_once(tmp_path):
 
 def test_a_driver_without_workers_answers_to_two_commands_at_once(tmp_path):
     found = []
-    with lock_run_dir(tmp_path), answer_requests(tmp_path):
+    with lock_run_dir(tmp_path), answer_requests(tmp_path, current):
         asking = [
             threading.Thread(target=lambda: found.append(render(ask(tmp_path, 30))))
             for _ in range(2)
@@ -154,7 +154,7 @@ def test_workers_in_a_collective_in_native_code_and_stopped(cluster):
     try:
         assert within(60, lambda: cluster.supervisor.poll(0.1) or len(waiting.pending) == 2)
         time.sleep(1)
-        with lock_run_dir(cluster.run_dir), answer_requests(cluster.run_dir):
+        with lock_run_dir(cluster.run_dir), answer_requests(cluster.run_dir, current):
             result = CliRunner().invoke(app, ["stacks", str(cluster.run_dir)])
     finally:
         os.kill(pids(light)[1], signal.SIGCONT)

@@ -8,9 +8,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.convert.conftest import SAMPLES, check_changes
 from verlite.config import keys
-from verlite.config.dpo import DPO
 from verlite.config.problems import ConfigError
-from verlite.config.sft import SFT
+from verlite.config.sft import DPO, SFT
 from verlite.convert import openrlhf, text
 from verlite.convert.formulas import VERBATIM
 from verlite.convert.openrlhf import FLAGS, TABLES

@@ -16,10 +16,10 @@ ADVANTAGE = "verlite.trainer.stages.advantage:"
 UPDATE = "verlite.trainer.stages.update:"
 WEIGHTS = "verlite.trainer.stages.weights:"
 BATCH = "verlite.trainer.batch:"
-AGENT = "verlite.trainer.agent:"
+AGENT = "verlite.trainer.metrics:"
 OUTAGE = "verlite.trainer.outage:"
 METRICS = "verlite.trainer.metrics:"
-EVALUATION = "verlite.trainer.evaluation:"
+EVALUATION = "verlite.trainer.validate:"
 REFERENCE = "verlite.trainer.reference:"
 SERVICE = "tests/trainer/test_reference_service.py"
 CHECKPOINTS = "verlite.trainer.checkpoints:"
@@ -29,7 +29,7 @@ RUN = "verlite.trainer.run:Run."
 LIMIT = "verlite.trainer.time_limit:"
 TIME = ("tests/trainer/test_time_limit.py",)
 ENDING = "tests/trainer/test_ending.py"
-SEGMENTS = "verlite.trainer.segments:"
+SEGMENTS = "verlite.trainer.run_record:"
 STARTS = "tests/trainer/test_segments.py"
 TRACKERS = "tests/trainer/test_trackers.py"
 LS = "tests/report/test_ls.py"
@@ -444,19 +444,19 @@ MUTANTS = [
     ),
     Mutant(
         "run.json does not record the end of a run",
-        "verlite.trainer.run_file:end",
+        "verlite.trainer.run_record:end",
         does_nothing,
         (LS,),
     ),
     Mutant(
         "run.json keeps the end of the earlier run while the next one trains",
-        "verlite.trainer.run_file:begin",
+        "verlite.trainer.run_record:begin",
         does_nothing,
         (LS,),
     ),
     Mutant(
         "a start forgets the planned steps",
-        "verlite.trainer.run_file:_new",
+        "verlite.trainer.run_record:_new",
         argument("total_steps", lambda total: None),
         (LS,),
     ),
@@ -474,7 +474,7 @@ MUTANTS = [
     ),
     Mutant(
         "W&B is always offline",
-        "verlite.config.logins:wandb_problem",
+        "verlite.trainer.trackers:wandb_problem",
         returns("no login"),
         (TRACKERS,),
     ),

@@ -15,7 +15,7 @@ from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from verlite.controller.stop import Stop
 from verlite.report import runs
 from verlite.report.runs import find_runs, read_run
-from verlite.trainer import run_file
+from verlite.trainer import run_record
 from verlite.trainer.ending import begin, report
 from verlite.trainer.errors import RunRefused
 
@@ -24,13 +24,13 @@ HELD_OUT = "val-core/sums/reward/mean@1"
 
 def make_run(run_dir: Path, lines=(), code: int | None = None, planned: int | None = 9) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
-    run_file.begin(run_dir)
+    run_record.begin(run_dir)
     if planned is not None:
-        run_file.plan(run_dir, planned)
+        run_record.plan(run_dir, planned)
     if lines:
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if code is not None:
-        run_file.end(run_dir, code)
+        run_record.end(run_dir, code)
     return run_dir
 
 
@@ -48,7 +48,7 @@ def test_a_validated_run_with_steps_left_is_not_done(tmp_path):
 
 def test_a_locked_run_is_running_and_one_without_an_end_was_killed(tmp_path):
     make_run(tmp_path, code=DONE)
-    run_file.begin(tmp_path)
+    run_record.begin(tmp_path)
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run(tmp_path).state == "running"
@@ -73,14 +73,14 @@ def test_a_lock_of_another_user_tells_nothing(tmp_path, monkeypatch):
 def test_the_driver_records_its_plan_and_its_end(tmp_path):
     stop = Stop(embedded=True)
     begin(stop, tmp_path)
-    assert run_file.read(tmp_path).exit_code is None
-    run_file.plan(tmp_path, 40)
+    assert run_record.read(tmp_path).exit_code is None
+    run_record.plan(tmp_path, 40)
     report(stop, tmp_path, RunRefused("the folder\nis wrong"))
     stop.decide(DONE)  # too late
     row = read_run(tmp_path)
     assert (row.state, row.total_steps, row.note) == ("failed", 40, "the folder is wrong")
     begin(Stop(embedded=True), tmp_path)
-    file = run_file.read(tmp_path)
+    file = run_record.read(tmp_path)
     assert (file.exit_code, file.ended, file.total_steps) == (None, None, 40)
 
 

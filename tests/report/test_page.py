@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from verlite.cli import app
 from verlite.files import RetryingWriter
 from verlite.report.page import MAX_STEPS, collect, drop_tokens, page, thin, thin_steps, write_page
-from verlite.trainer import run_file
-from verlite.trainer.segments import write_config
+from verlite.trainer import run_record
+from verlite.trainer.run_record import write_config
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
@@ -170,7 +170,7 @@ def test_what_changed_at_a_resume_and_the_planned_steps(tmp_path):
     writer = RetryingWriter(pytest.fail)
     write_config(run_dir, "optim: {lr: 0.5}\n", 0, writer)
     write_config(run_dir, "optim: {lr: 0.1}\n", 3, writer)
-    run_file.plan(run_dir, 12)
+    run_record.plan(run_dir, 12)
     (run,) = collect([run_dir])
     assert run.segments == [{"step": 4, "changes": [("optim.lr", "0.5", "0.1")]}]
     assert run.total_steps == 12 and run.notes == []
@@ -325,7 +325,7 @@ def test_a_browser_shows_resumes_plans_and_advantages_of_zero(tmp_path):
     for lr, step in ((0.5, 0), (0.25, 3)):
         text = f"optim: {{lr: {lr}}}\ntrainer: {{total_epochs: 4, total_training_steps: null}}\n"
         write_config(run_dir, text, step, writer)
-    run_file.plan(run_dir, 12)
+    run_record.plan(run_dir, 12)
     write_page([run_dir], tmp_path / "page.html")
     shown = shown_by_browser(tmp_path / "page.html", "coloring=advantage")
     text = re.sub("<[^>]*>", " ", shown)

@@ -15,15 +15,14 @@ from typer.testing import CliRunner
 
 from tests.sft.test_train import lines, numbers, weights
 from verlite.cli import app
-from verlite.config.dpo import DPODataConfig
+from verlite.config.sft import DPODataConfig
 from verlite.data.dataset import DataError
 from verlite.data.prompts import build_prompt
 from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import Counts
 from verlite.engine.micro import MicroBatching
 from verlite.main_dpo import main
-from verlite.sft.dpo import dpo_loss
-from verlite.sft.preferences import read_pairs
+from verlite.sft.dpo import dpo_loss, read_pairs
 
 pytestmark = pytest.mark.process
 

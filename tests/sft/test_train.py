@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tests.trainer.test_stages import Screen
 from verlite.cli import app
-from verlite.config import dpo, load, sft
+from verlite.config import load, sft
 from verlite.config.critical import tuning_settings
 from verlite.config.problems import ConfigError
 from verlite.config.sft import SFTDataConfig, compose
@@ -30,10 +30,9 @@ from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
-from verlite.sft.batch import build_batch
 from verlite.sft.data import Example, read_examples
 from verlite.sft.run import Run, save
-from verlite.sft.train import sft_loss, validation_loss
+from verlite.sft.train import build_batch, sft_loss, validation_loss
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 from verlite.trainer.checkpoints import CheckpointError
 from verlite.trainer.metrics import Stopwatch
@@ -226,9 +225,9 @@ def test_stopped_run_resumes_to_the_same_numbers(
     [
         ("model.custom_chat_template='{{ messages }}'", sft.SFT),
         ("model.tokenizer_path=.", sft.SFT),
-        ("data.prompt_dict_keys=[a]", dpo.DPO),
+        ("data.prompt_dict_keys=[a]", sft.DPO),
         ("data.response_dict_keys=[a]", sft.SFT),
-        ("data.apply_chat_template_kwargs={a: 1}", dpo.DPO),
+        ("data.apply_chat_template_kwargs={a: 1}", sft.DPO),
     ],
 )
 def test_settings_of_the_tokens_are_critical(tiny_qwen2, sums, tmp_path, change, command):

@@ -27,8 +27,8 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.remote import UNAVAILABLE
 from verlite.rewards.result import RewardResult
 from verlite.spec.catalog import ESTIMATORS
-from verlite.trainer.agent import agent_metrics
 from verlite.trainer.errors import RewardFailures, RolloutFailures
+from verlite.trainer.metrics import agent_metrics
 from verlite.trainer.outage import wait_for_services
 from verlite.trainer.samples import as_jsonl
 from verlite.trainer.stages import advantage

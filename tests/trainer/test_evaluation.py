@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from verlite.trainer.evaluation import validation_metrics
+from verlite.trainer.validate import validation_metrics
 
 
 def test_means_by_source_leave_failed_rewards_out():

@@ -17,7 +17,7 @@ from verlite.controller import supervisor_file
 from verlite.trainer import build, checkpoints, checks, opening
 from verlite.trainer.build import restore
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
-from verlite.trainer.common_checks import steps_left
+from verlite.trainer.common_checks import refuse_changes, steps_left
 from verlite.trainer.errors import AlreadyComplete, RunRefused, ServiceMissing
 from verlite.trainer.opening import (
     absolutize_paths,
@@ -26,7 +26,6 @@ from verlite.trainer.opening import (
     lock_run_dir,
     rl_preflight,
 )
-from verlite.trainer.resume import refuse_changes
 from verlite.trainer.run import Run
 from verlite.trainer.saving import STEP_FILE
 from verlite.trainer.tracking import read_lines

@@ -3,7 +3,7 @@
 import pytest
 
 from verlite.files import RetryingWriter
-from verlite.trainer.segments import changed_keys, changes_of_segments, write_config
+from verlite.trainer.run_record import changed_keys, changes_of_segments, write_config
 
 OLD = "optim: {lr: 0.001, betas: [0.9, 0.999]}\ndata: {seed: 1}\ngone: 1\n"
 NEW = "optim: {lr: 0.005, betas: [0.9, 0.999]}\ndata: {seed: 1}\nadded: {x: null}\n"

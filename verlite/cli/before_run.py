@@ -57,7 +57,7 @@ def _named(arguments: list[str]) -> tuple[str, list[str]]:
 
 def _check_rl(arguments: list[str]) -> None:
     from verlite.config.plan import make_plan
-    from verlite.config.show import notes_text
+    from verlite.config.problems import notes_text
     from verlite.terminal import console
     from verlite.trainer.opening import try_rl
 
@@ -74,17 +74,17 @@ def _check_rl(arguments: list[str]) -> None:
 def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     """Check a command of main_sft or main_dpo. What this machine lacks for a pasted one is a
     note."""
-    from verlite.config import dpo, sft
+    from verlite.config import sft
     from verlite.config.load import main_argv
-    from verlite.config.show import notes_text
+    from verlite.config.problems import notes_text
     from verlite.terminal import console
 
-    command = dpo.DPO if name in DPO else sft.SFT
+    command = sft.DPO if name in DPO else sft.SFT
     program = f"verlite check {'main_dpo' if name in DPO else 'main_sft'}"
     loaded: Any = main_argv(arguments, program, elsewhere=True, command=command)
     out = console()
     if loaded.notes:
-        out.print(notes_text(loaded.notes, command), soft_wrap=True)
+        out.print(notes_text(loaded.notes, command.explain), soft_wrap=True)
     missing = [str(problem) for problem in loaded.lacking if problem.is_file]
     if missing and not pasted:
         fail("\n".join(missing))
@@ -109,14 +109,14 @@ def _report(
     Args:
         printed: the notes that stand above already.
     """
-    from verlite.config import logins
     from verlite.terminal import console
+    from verlite.trainer.trackers import login_notes
 
     for line in (*found.seen, *(f"note: {text}" for text in (*found.warnings, *found.missing))):
         console().print(line, soft_wrap=True, highlight=False)
     if found.errors:
         fail("\n".join(f"error: {error}" for error in found.errors))
-    notes = list(logins.notes(loggers, variables))
+    notes = list(login_notes(loggers, variables))
     for note in notes:
         console().print(f"note: {note}", soft_wrap=True, highlight=False)
     console().print(found.verdict(has_notes=bool(notes or printed)))
@@ -156,8 +156,7 @@ def plan(
 
 def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> None:
     from verlite.config.plan import make_plan
-    from verlite.config.problems import Note
-    from verlite.config.show import notes_text
+    from verlite.config.problems import Note, notes_text
     from verlite.sizing.devices import DevicesError, choose_devices
     from verlite.terminal import console
 
@@ -235,9 +234,8 @@ def explain(
 ) -> None:
     """Print the meaning, type, default and legal values of a configuration key."""
     from verlite.config.command import PPO
-    from verlite.config.dpo import DPO
     from verlite.config.explain import explain as explain_key
-    from verlite.config.sft import SFT
+    from verlite.config.sft import DPO, SFT
 
     try:
         print(explain_key(key, DPO if dpo else SFT if sft else PPO))

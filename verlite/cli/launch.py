@@ -40,8 +40,7 @@ def slurm(
     Example: verlite launch slurm --nodes 2 --gpus-per-node 8 --time 1-00:00:00 --submit --
     --config-name grpo data.train_files=...
     """
-    from verlite.config.problems import ConfigError
-    from verlite.config.show import notes_text
+    from verlite.config.problems import ConfigError, notes_text
     from verlite.launch.slurm import plan_job
     from verlite.launch.slurm import script as script_text
     from verlite.terminal import console
@@ -112,8 +111,7 @@ def hostfile(
     Example: verlite launch hostfile --nodes config/nodes.yaml --hostfile config/hostfile --
     --config-name grpo data.train_files=...
     """
-    from verlite.config.problems import ConfigError
-    from verlite.config.show import notes_text
+    from verlite.config.problems import ConfigError, notes_text
     from verlite.launch import ClusterError
     from verlite.launch.hosts import launch, own_python, passed_environment, plan_run
     from verlite.launch.session import Remote

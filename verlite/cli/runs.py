@@ -27,7 +27,7 @@ def stacks(
     Works on any machine that sees the run directory, and while workers hang in native code. Exit
     code 1: a worker did not answer.
     """
-    from verlite.controller.stack_text import render
+    from verlite.controller.stacks import render
     from verlite.report.stacks import StacksError, ask
 
     try:

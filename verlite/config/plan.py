@@ -13,8 +13,7 @@ from typing import Any
 
 from verlite import machine, tables
 from verlite.config import node_groups
-from verlite.config.drawing import draw
-from verlite.config.placement import Shape, parse, ranges, role_names
+from verlite.config.placement import Shape, draw, parse, ranges, role_names
 from verlite.config.schema import (
     ActorConfig,
     Config,

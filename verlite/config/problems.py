@@ -1,4 +1,4 @@
-"""Problems of a configuration as data.
+"""Problems and notes of a configuration as data.
 
 Every rule reports Problem objects; all of them are shown together.
 """
@@ -6,9 +6,12 @@ Every rule reports Problem objects; all of them are shown together.
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verlite.masking import display
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -115,3 +118,29 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
+
+
+TITLES = {
+    "renamed": "renamed keys: {}",
+    "ignored": "accepted without effect: {} (%s KEY says why)",
+    "unused": "no effect in this run: {}",
+}
+"""Kind of a note -> the line that lists all notes of this kind."""
+
+
+def notes_text(notes: Iterable[Note], explain: str = "verlite explain") -> "Text":
+    """Return the notes of a configuration as rich text, with those of one kind in one line.
+
+    explain: the start of the command that explains a key (`Command.explain`).
+    """
+    from rich.text import Text
+
+    notes = list(notes)
+    lines = []
+    for kind, title in TITLES.items():
+        listed = "; ".join(note.short for note in notes if note.kind == kind)
+        if listed:
+            line = title.replace("%s", explain)
+            lines.append(line.format(listed.replace("actor_rollout_ref.", "")))
+    lines += [note.text for note in notes if note.kind == "remark"]
+    return Text("\n".join(f"note: {line}" for line in lines))

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from verlite.controller import guardian, head, leftovers, node, ray_internals, ray_node
-from verlite.controller.daemon_watch import FROZEN_POLLS, Daemon, DaemonWatch
 from verlite.controller.failures import RayLost
 from verlite.controller.heartbeat import Receiver
+from verlite.controller.node_watch import FROZEN_POLLS, Daemon, DaemonWatch
 from verlite.controller.rank_watch import HEARTBEAT_TIMEOUT_S, RankWatch
 from verlite.controller.ray_internals import set_environment
 from verlite.controller.supervise import Supervisor

@@ -6,7 +6,7 @@ import time
 import urllib.parse
 
 from verlite.controller import ray_internals, ray_node
-from verlite.controller.countdown import Countdown
+from verlite.terminal import Countdown
 
 ASK_TIMEOUT_S = 5.0
 """How long one question to a head may take."""

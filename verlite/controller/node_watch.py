@@ -1,14 +1,23 @@
-"""Notice a lost node of a joined cluster before Ray does.
+"""Notice a lost node, and a lost process of Ray on this machine, before Ray does.
 
 Ray's head needs up to a minute to declare a silent node dead, and a driver that cannot reach the
-head ends after a minute with a message of Ray's own. So a thread of the driver opens a TCP
-connection to Ray on each node every few seconds.
+head ends after a minute with a message of Ray's own. So in a joined cluster a thread of the driver
+opens a TCP connection to Ray on each node every few seconds (`NodeWatch`).
+
+Ray itself notices the end of a daemon late, or reports it as the death of a worker, and a daemon
+that is stopped (SIGSTOP) not at all: calls into Ray then hang. Another thread looks at the
+processes in /proc once a second (`DaemonWatch`), and at the run's guardian.
 """
 
 import socket
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+
+from verlite.controller.failures import RayLost, indent
+from verlite.controller.node import Process, full_disks, process_state, tail
 
 PROBE_EVERY_S = 3.0
 PROBE_TIMEOUT_S = 5.0
@@ -70,3 +79,133 @@ def probe(watched: Watched) -> str:
         return error.strerror or str(error)
     except (ValueError, OverflowError) as error:  # a host name or port that is none
         return str(error)
+
+
+POLL_S = 1.0
+FROZEN_POLLS = 8
+"""A process that is stopped in so many polls in a row is taken for lost. Polls are counted, not
+seconds: a driver that is stopped together with its daemons (Ctrl-Z) makes none."""
+FIND_POLLS = 10
+FIND_UNTIL = 60
+"""Daemons are looked for every FIND_POLLS polls, FIND_UNTIL polls long: one may start others."""
+REACT_S = 3.0
+"""How long the main thread has to raise the error. It may hang in a call into Ray."""
+LOG_LINES = 5
+READ_LINES = 400
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A process to watch.
+
+    Attributes:
+        name: for messages, such as "raylet".
+        logs: its log files; the end of the first one that has text is shown.
+    """
+
+    name: str
+    process: Process
+    logs: tuple[str, ...] = ()
+
+
+class DaemonWatch:
+    """A thread that looks at processes until `stop`.
+
+    Args:
+        find: returns Ray's daemons.
+        on_lost: called with the error if the main thread has not raised it within REACT_S.
+        others: called at each poll, for other processes that need a look.
+
+    Attributes:
+        lost: the error once a daemon is lost, else None.
+        raised: whether the main thread has raised the error.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Sequence[Daemon]],
+        on_lost: Callable[[RayLost], None],
+        others: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.lost: RayLost | None = None
+        self.raised = False
+        self._find = find
+        self._on_lost = on_lost
+        self._others = others
+        self._known: dict[Process, Daemon] = {}
+        self._stopped_polls: dict[Process, int] = {}
+        self._ended = threading.Event()
+        self._looking = threading.Lock()
+        self._add(find())
+        threading.Thread(target=self._run, name="daemons", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def check(self) -> None:
+        """Raise RayLost if a daemon is lost. Looks at the processes now."""
+        if self.lost is None and not self._ended.is_set():
+            self._look(counts=False)
+        if self.lost is not None:
+            self.raised = True
+            raise self.lost
+
+    def _run(self) -> None:
+        polls = 0
+        while not self._ended.wait(POLL_S):
+            # Without free file descriptors or memory a poll fails. A later one may not.
+            with suppress(OSError, MemoryError):
+                if polls % FIND_POLLS == 0 and polls < FIND_UNTIL:
+                    self._add(self._find())
+            polls += 1
+            with suppress(OSError, MemoryError):
+                self._others()
+            if self.lost is None:
+                with suppress(OSError, MemoryError):
+                    self._look(counts=True)
+                continue
+            if not self._ended.wait(REACT_S) and not self.raised:
+                self._on_lost(self.lost)
+            return
+
+    def _add(self, daemons: Sequence[Daemon]) -> None:
+        with self._looking:
+            for daemon in daemons:
+                if daemon.process.started:
+                    self._known.setdefault(daemon.process, daemon)
+
+    def _look(self, counts: bool) -> None:
+        with self._looking:
+            for daemon in self._known.values():
+                state = process_state(daemon.process)
+                if state in ("gone", "dead"):
+                    self.lost = lost(daemon, "has ended")
+                    return
+                if counts:
+                    polls = self._stopped_polls.get(daemon.process, 0) + 1
+                    stopped = state == "stopped by a signal"
+                    self._stopped_polls[daemon.process] = polls if stopped else 0
+                if self._stopped_polls.get(daemon.process, 0) >= FROZEN_POLLS:
+                    self.lost = lost(daemon, "is stopped by a signal (SIGSTOP)")
+                    return
+
+
+def lost(daemon: Daemon, what: str) -> RayLost:
+    """Return the error about a lost daemon, with the end of its log."""
+    lines = [f"Ray's process {daemon.name} (process {daemon.process.pid}) {what}."]
+    text = next(filter(None, (end_of_log(log) for log in daemon.logs)), "")
+    if text:
+        lines += ["  end of its log:", indent(text)]
+    full = full_disks()
+    if full:
+        lines.append(f"  Disks of this machine are full: {full}")
+    lines.append("  The same command resumes from the last checkpoint.")
+    return RayLost("\n".join(lines))
+
+
+def end_of_log(path: str) -> str:
+    """Return the last lines of a log without Ray's periodic dumps of its state."""
+    lines = tail(path, READ_LINES).splitlines()
+    told = [line for line in lines if line.strip() and "[state-dump]" not in line]
+    return "\n".join(told[-LOG_LINES:])

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from verlite.controller import ray_internals
 from verlite.controller.cluster import Cluster
-from verlite.controller.countdown import Countdown
 from verlite.controller.node_watch import NodeWatch, Watched
 from verlite.controller.ray_node import RANK_LABEL
 from verlite.controller.worker_handle import WorkerHandle
 from verlite.machine import torch_build
+from verlite.terminal import Countdown
 
 Kind = Literal["cpu", "cuda"]
 Ranks = dict[str, tuple[tuple[int, ...], ...]]

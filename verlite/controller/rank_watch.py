@@ -10,8 +10,7 @@ from typing import Any
 from verlite.controller import liveness
 from verlite.controller.heartbeat import EVERY_S, Heard, Receiver
 from verlite.controller.liveness import Rank, Stragglers
-from verlite.controller.stack_dump import collect
-from verlite.controller.stack_text import ranks_text, render
+from verlite.controller.stacks import collect, ranks_text, render
 from verlite.controller.worker_handle import WorkerHandle, diagnose
 
 CHECK_EVERY_S = 1.0

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
-from verlite.controller.daemon_watch import DaemonWatch
 from verlite.controller.failures import (
     FROZEN,
     NODE_LOST,
@@ -27,10 +26,10 @@ from verlite.controller.failures import (
     unresponsive,
     worker_error,
 )
-from verlite.controller.node_watch import NodeWatch
+from verlite.controller.node_watch import DaemonWatch, NodeWatch
 from verlite.controller.rank_watch import RankWatch
 from verlite.controller.records import Failed
-from verlite.controller.stack_dump import collect
+from verlite.controller.stacks import collect
 from verlite.controller.worker_handle import WorkerHandle, diagnose, kill_processes, process_infos
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from verlite.config.command import Command
-from verlite.config.dpo import DPO
-from verlite.config.sft import SFT
+from verlite.config.sft import DPO, SFT
 from verlite.convert.rows import ACTOR, MODEL, ROLLOUT
 from verlite.files import check_yaml, one_line, read_text
 

@@ -29,9 +29,9 @@ from verlite.files import (
     replace_file,
 )
 from verlite.report.samples import Sample, read_samples
-from verlite.trainer import run_file
+from verlite.trainer import run_record
 from verlite.trainer.detectors import WARNINGS
-from verlite.trainer.segments import CONFIG, changes_of_segments, settings
+from verlite.trainer.run_record import CONFIG, changes_of_segments, settings
 from verlite.trainer.tracking import METRICS, TIME, MetricsLines
 
 MAX_SAMPLES = 10_000
@@ -218,7 +218,7 @@ def _segments(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _total_steps(path: Path) -> int | None:
     try:
-        return run_file.read(path).total_steps
+        return run_record.read(path).total_steps
     except (OSError, ValueError):
         return None
 

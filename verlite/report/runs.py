@@ -16,7 +16,7 @@ from verlite.files import one_line, read_json
 from verlite.report.curve import LOSS, SCORE
 from verlite.report.stacks import is_locked
 from verlite.trainer.checkpoints import last_saved
-from verlite.trainer.run_file import RUN_FILE, RunFile, read
+from verlite.trainer.run_record import RUN_FILE, RunFile, read
 from verlite.trainer.tracking import METRICS, parse_metrics
 
 MARKS = {RUN_FILE, METRICS, ".lock"}

@@ -34,7 +34,7 @@ from verlite.engine.process_group import process_group
 from verlite.files import RetryingWriter, free_text
 from verlite.sft.data import Example
 from verlite.terminal import console
-from verlite.trainer import checkpoints, run_file, saving
+from verlite.trainer import checkpoints, run_record, saving
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 from verlite.trainer.common_checks import reading
 from verlite.trainer.display import Display
@@ -258,7 +258,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         total, begins = found.total_steps, beginning(found)
         examples, held_out = found.data["train"], found.data.get("val", [])
         if found.is_first:
-            run_file.plan(run_dir, total)
+            run_record.plan(run_dir, total)
         display.begin(total, begins.step, groups=False)
         display.info(_data_text(examples, held_out, task.size, total, data.train_batch_size))
         for line in found.findings.seen:

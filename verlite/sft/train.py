@@ -4,11 +4,15 @@ Runs as one process, or as several under torchrun, with the engine of RL trainin
 Every rank reads all examples and trains on its share of each batch.
 """
 
+import itertools
+import json
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
@@ -19,16 +23,19 @@ from verlite.control import events
 from verlite.controller.stop import Stop
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
-from verlite.sft.batch import build_batch
+from verlite.files import RetryingWriter
+from verlite.protocol.data import DataProto
+from verlite.protocol.ragged import pad
 from verlite.sft.data import Example, columns, row_examples
 from verlite.sft.run import Loaded, Run, Task, finalize, open_run, save
-from verlite.sft.samples import keep_samples
 from verlite.trainer.preflight import SFT
 
 VALIDATION_ROWS = 512
 """Examples of a rank that are in memory as one batch in a validation."""
 LINE_S = 5.0
 """Steps can take milliseconds, and a line for each would hide everything else."""
+KEPT = 16
+"""Examples of a validation that are kept: those with the lowest scores."""
 FIRST_ROWS = 8
 """Examples of the first batch whose text is kept."""
 
@@ -213,3 +220,78 @@ def log_prob_sums(
             dist.all_gather_object(by_rank, own)
         found += [by_rank[row % ranks][row // ranks] for row in range(len(part))]
     return found
+
+
+def build_batch(examples: list[Example], references: Sequence[float] | None = None) -> DataProto:
+    """Return examples as a batch of B rows.
+
+    Prompts are padded on the left to P tokens, responses on the right to R tokens.
+    response_mask [B, R] int64 is 1 on the tokens that are trained. With references, the sums of the
+    examples' log-probs at the start of the run, they are ref_log_prob_sums [B] float64.
+    """
+    prompts = [example.prompt for example in examples]
+    responses = [example.response for example in examples]
+    prompt_width = max(map(len, prompts), default=1)
+    width = max(map(len, responses), default=1)
+    prompt_mask = pad([[1] * len(ids) for ids in prompts], prompt_width, torch.int64, "left")
+    present = pad([[1] * len(ids) for ids in responses], width, torch.int64)
+    attention_mask = torch.cat([prompt_mask, present], dim=1)
+    padded_prompts = pad(prompts, prompt_width, torch.int64, "left")
+    padded_responses = pad(responses, width, torch.int64)
+    fields = {
+        "input_ids": torch.cat([padded_prompts, padded_responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "responses": padded_responses,
+        "response_mask": pad([example.mask for example in examples], width, torch.int64),
+    }
+    if references is not None:
+        fields["ref_log_prob_sums"] = torch.tensor(references, dtype=torch.float64)
+    return DataProto.from_dict(fields)
+
+
+def keep_samples(
+    writer: RetryingWriter,
+    path: Path,
+    tokenizer: Any,
+    numbers: Sequence[int],
+    sources: Sequence[str],
+    examples: Sequence[Example],
+    scores: Sequence[float],
+) -> None:
+    """Write the examples with the lowest scores, lowest first.
+
+    numbers: row of the data of every len(sources) examples, which have these names.
+    """
+    found = sorted(range(len(examples)), key=scores.__getitem__)[:KEPT]
+    lines = []
+    for i in found:
+        row, place = divmod(i, len(sources))
+        record = _record(tokenizer, examples[i], sources[place], numbers[row], scores[i])
+        lines.append(json.dumps(record))
+    writer.replace(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _record(
+    tokenizer: Any, example: Example, source: str, row: int, score: float
+) -> dict[str, Any]:
+    pieces = itertools.groupby(
+        zip(example.response, example.mask, strict=True), key=lambda pair: pair[1]
+    )
+    transcript = [
+        ["model" if trained else "context", tokenizer.decode([token for token, _ in pairs])]
+        for trained, pairs in pieces
+    ]
+    return {
+        "index": row,
+        "data_source": source,
+        "prompt": tokenizer.decode(example.prompt),
+        "response": tokenizer.decode(example.response),
+        "transcript": transcript,
+        "score": score,
+        "reward_parts": {},
+        "status": "example",
+        "ground_truth": "",
+        "response_tokens": len(example.response),
+        "trained_tokens": example.trained_tokens,
+    }

@@ -17,13 +17,13 @@ from verlite.config.compile import advantage_spec, role_spec
 from verlite.config.debug import DEBUGGERS, LIFTED
 from verlite.config.plan import Plan
 from verlite.config.schema import AlgorithmConfig, Config
-from verlite.controller.breakpoints import show_stops
+from verlite.controller.debugger import show_stops
 from verlite.controller.placement import Placement
 from verlite.controller.worker_group import ready, spawn
 from verlite.files import RetryingWriter, free_text
 from verlite.spec import catalog
 from verlite.spec.roles import TrainingRole
-from verlite.trainer import run_file, saving
+from verlite.trainer import run_record, saving
 from verlite.trainer.checkpoints import Checkpoint, CheckpointError
 from verlite.trainer.detectors import WARNINGS, Detectors, ignored
 from verlite.trainer.display import Display
@@ -63,7 +63,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
             walk(found, LIBRARIES)
         assert found.total_steps is not None
         total_steps = found.total_steps
-        run_file.plan(run_dir, total_steps)
+        run_record.plan(run_dir, total_steps)
 
         several = config.actor_rollout_ref.rollout.n > 1
         groups = several and catalog.compares(config.algorithm.adv_estimator)

@@ -72,9 +72,9 @@ def run(
         Exception: what ended the run.
     """
     if loaded.notes and is_first:
-        from verlite.config.show import notes_text
+        from verlite.config.problems import notes_text
 
-        console().print(notes_text(loaded.notes, loaded.command), soft_wrap=True)
+        console().print(notes_text(loaded.notes, loaded.command.explain), soft_wrap=True)
     from verlite.control.exit_codes import DONE
     from verlite.trainer.errors import AlreadyComplete
 

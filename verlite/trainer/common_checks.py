@@ -1,23 +1,26 @@
-"""Checks of all training commands (rows of `preflight.CHECKS`).
+"""Checks of all training commands (rows of `preflight.CHECKS`). Among them: which checkpoint a run
+resumes from, and what it must match.
 
 torch is imported in functions: the first of them run before it is loaded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verlite import hub
 from verlite.config.compile import model_spec
-from verlite.config.critical import begin_run
+from verlite.config.critical import CONTENT_OF, begin_run
 from verlite.config.plan import run_length
 from verlite.spec.roles import ModelSpec
-from verlite.trainer import resume
+from verlite.trainer import checkpoints
 from verlite.trainer.checkpoints import STATE, ResumeRefused
 from verlite.trainer.errors import HubMissing, RunRefused
 from verlite.trainer.opening import lock_run_dir, try_run_dir
 from verlite.trainer.preflight import Preflight
+from verlite.trainer.run_record import shown_difference
 from verlite.trainer.saving import already_complete, exported_step
 
 
@@ -34,7 +37,7 @@ def checkpoint(found: Preflight) -> None:
     begin_run()
     found.checkpoint, found.state = found.on_first_rank(
         partial(
-            resume.find,
+            find_checkpoint,
             found.config.trainer,
             found.settings,
             found.code,
@@ -129,3 +132,116 @@ def steps_left(found: Preflight) -> None:
             f"{found.checkpoint and found.checkpoint.path} is from the last step, "
             f"{found.total_steps}: a run would find nothing left to train, and write the export"
         )
+
+
+def find_checkpoint(
+    trainer: Any,
+    settings: Callable[[], dict[str, Any]],
+    code: Callable[[], dict[str, str]],
+    warn: Callable[[str], None],
+    is_run: bool,
+) -> tuple[checkpoints.Checkpoint | None, dict[str, Any]]:
+    """Find the checkpoint to resume from, and compare its settings. Return it with its state.
+
+    Args:
+        trainer: the section of the configuration, with absolute paths.
+        settings, code: read the settings that must not change, and the digests of the user's files.
+        is_run: leftovers are removed (`checkpoints.newest`), and the files are read also without a
+            checkpoint: they may change before the first save.
+
+    Raises:
+        RunRefused: settings differ. CheckpointError: see `checkpoints.find`.
+    """
+    run_dir, mode = Path(trainer.default_local_dir), trainer.resume_mode
+    found = checkpoints.find(run_dir, mode, trainer.resume_from_path, warn, clean=is_run)
+    if found is None and not is_run:
+        return None, {"step": 0}
+    now, files = settings(), code()
+    if found is None:
+        return None, {"step": 0}
+    state = found.state()
+    for line in (
+        *refuse_changes(now, state["critical"]),
+        *changed_code(files, state.get("code", {})),
+    ):
+        warn(line)
+    return found, state
+
+
+MOVED = (
+    " This checkpoint does not record the contents of each of these paths. If one has only moved, "
+    "make the old path a link to the new one (ln -s NEW OLD) and name the old path."
+)
+
+
+def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """Refuse to resume with other critical settings than the saved ones.
+
+    Returns:
+        A line about each path that has changed while the contents under it are the same.
+
+    Raises:
+        RunRefused: lists every setting that differs.
+    """
+    differing = {
+        key: "{}: {} in the checkpoint, {} now".format(
+            key, *shown_difference(*_differing_entries(saved[key], now[key]))
+        )
+        for key in now
+        if key in saved and saved[key] != now[key]
+    }
+    moved = [
+        f"{line}; the contents are the same"
+        for key, line in differing.items()
+        if _has_same_contents(CONTENT_OF.get(key), now, saved)
+    ]
+    changed = [
+        f"  {line}"
+        for key, line in differing.items()
+        if not _has_same_contents(CONTENT_OF.get(key), now, saved)
+    ]
+    if changed:
+        raise RunRefused(
+            "these settings differ from the checkpoint's:\n"
+            + "\n".join(changed)
+            + "\nSet them back, or start from the beginning with trainer.resume_mode=disable or "
+            "another trainer.experiment_name."
+            + (MOVED if any(CONTENT_OF.get(key, key) not in saved for key in differing) else "")
+        )
+    return moved
+
+
+def _differing_entries(before: Any, now: Any) -> tuple[Any, Any]:
+    """Return two values, of dicts the entries that differ."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return before, now
+    equal = [key for key in before if key in now and before[key] == now[key]]
+    first, second = (
+        {key: value for key, value in side.items() if key not in equal} for side in (before, now)
+    )
+    return first, second
+
+
+def _has_same_contents(key: str | None, now: dict[str, Any], saved: dict[str, Any]) -> bool:
+    """Whether both have the same digests under this key, and no file was unreadable."""
+    if key is None:
+        return False
+    found: dict[str, str] | list[str] = now.get(key, [])
+    digests = list(found.values()) if isinstance(found, dict) else found
+    return bool(digests) and "" not in digests and found == saved.get(key)
+
+
+def changed_code(now: dict[str, str], saved: Any) -> list[str]:
+    """Return a warning about each file of the user's own that has changed since the checkpoint.
+
+    Args:
+        now, saved: `code_contents`, of this run and of the checkpoint.
+    """
+    if not isinstance(saved, dict):
+        return []
+    return [
+        f"the file of {key} has changed since the checkpoint: SHA-256 {saved[key]} before, "
+        f"{digest} now. Scores before and after it may not be comparable"
+        for key, digest in now.items()
+        if key in saved and saved[key] != digest
+    ]

@@ -26,7 +26,7 @@ from verlite.controller.stop import SIGNALS, Stop, within, write_error
 from verlite.files import append, replace_file
 from verlite.masking import mask_urls
 from verlite.terminal import clean, console
-from verlite.trainer import run_file
+from verlite.trainer import run_record
 from verlite.trainer.errors import (
     REFUSED,
     AlreadyComplete,
@@ -54,8 +54,8 @@ def begin(stop: Stop, run_dir: Path) -> None:
         (run_dir / "logs").mkdir(exist_ok=True)
         (run_dir / supervisor_file.ERROR_FILE).unlink(missing_ok=True)
     stop.log, stop.run_dir = log, run_dir
-    stop.on_end = partial(run_file.end, run_dir)
-    run_file.begin(run_dir)
+    stop.on_end = partial(run_record.end, run_dir)
+    run_record.begin(run_dir)
     log(f"started: process {os.getpid()} on {socket.gethostname()}")
     supervisor_file.tell(supervisor_file.Told(str(run_dir)))
 

@@ -12,10 +12,9 @@ from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json,
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.trainer import checkpoints, saving
-from verlite.trainer.agent import agent_metrics
 from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.errors import StepAborted
-from verlite.trainer.metrics import batch_metrics, speed_metrics
+from verlite.trainer.metrics import agent_metrics, batch_metrics, speed_metrics
 from verlite.trainer.run import Run
 from verlite.trainer.samples import keep_samples
 from verlite.trainer.tracking import set_aside

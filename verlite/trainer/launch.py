@@ -22,7 +22,7 @@ from verlite.config.load import Loaded, dump
 from verlite.config.plan import Plan, make_plan
 from verlite.config.rules import check
 from verlite.config.schema import Config
-from verlite.controller.cluster import Cluster, connect
+from verlite.controller.cluster import Cluster, connect, current
 from verlite.controller.placement import Placement, device_kind, reserve
 from verlite.controller.stacks import answer_requests
 from verlite.controller.stop import Stop
@@ -103,7 +103,7 @@ def launched(loaded: Loaded, stop: Stop) -> Iterator[Launch]:
     config, plan = found.config, found.plan
     with in_run_directory(found, stop), ExitStack() as stack:
         stack.enter_context(environment(config.ray_kwargs.ray_init.runtime_env.env_vars))
-        stack.enter_context(answer_requests(found.run_dir))
+        stack.enter_context(answer_requests(found.run_dir, current))
         with display.phase("checking the configuration and the files"):
             walk(found, FILES)
         launch = Launch(found, stop, dump(loaded), display)

@@ -30,7 +30,7 @@ from verlite.trainer import checkpoints
 from verlite.trainer.ending import begin, reported_first
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.preflight import DIRECTORY, PHASES, RL, ROWS, Findings, Preflight, walk
-from verlite.trainer.segments import changed_keys, write_config
+from verlite.trainer.run_record import changed_keys, write_config
 from verlite.trainer.tracking import METRICS, Tracking
 
 

@@ -8,7 +8,7 @@ from verlite.control.events import Answered, CheckHealth, Health, Outage, Resamp
 from verlite.protocol.data import DataProto
 from verlite.rewards.remote import UNAVAILABLE
 from verlite.rollout.types import Status
-from verlite.trainer.agent import tool_failures
+from verlite.trainer.metrics import tool_failures
 from verlite.trainer.run import Run
 from verlite.trainer.stages.weights import call_engines
 

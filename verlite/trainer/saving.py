@@ -30,7 +30,7 @@ from verlite.trainer.checkpoints import CheckpointError
 from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete
-from verlite.trainer.segments import CONFIG
+from verlite.trainer.run_record import CONFIG
 from verlite.trainer.tracking import METRICS, MetricsFile, set_aside
 
 if TYPE_CHECKING:

@@ -12,9 +12,7 @@ from dataclasses import replace
 from verlite.config.problems import Problem
 from verlite.config.rules import (
     algorithm,
-    batch,
     code,
-    correction,
     data,
     devices,
     errors,
@@ -28,14 +26,14 @@ from verlite.config.schema import Config
 RULES = (
     data.files_are_named,
     errors.between_keys,
-    batch.mini_batches,
-    batch.micro_batches,
-    batch.dynamic_sampling,
+    algorithm.mini_batches,
+    algorithm.micro_batches,
+    algorithm.dynamic_sampling,
     models.settings,
     models.optimizers,
     algorithm.gdpo,
     algorithm.score_scale,
-    correction.rollout_correction,
+    algorithm.rollout_correction,
     devices.groups,
     devices.placement,
     devices.visible_devices,
