@@ -12,7 +12,6 @@ Exit codes (docs/failures.md):
 import sys
 from typing import TYPE_CHECKING
 
-from verlite.controller.stop import Stop
 from verlite.trainer import command
 
 if TYPE_CHECKING:
@@ -22,19 +21,13 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Check the configuration, train, and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return command.main(lambda: load(arguments), run_to_end)
+    return command.main(lambda: load(arguments), command.train_rl)
 
 
 def load(arguments: list[str]) -> "Loaded":
     from verlite.config.load import main_argv
 
     return main_argv(arguments)
-
-
-def run_to_end(loaded: "Loaded", stop: Stop) -> int:
-    from verlite.trainer import launch
-
-    return launch.run_to_end(loaded, stop)
 
 
 if __name__ == "__main__":

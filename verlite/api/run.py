@@ -118,7 +118,6 @@ def train(
     from verlite.control.exit_codes import DONE
     from verlite.controller.stop import Stop
     from verlite.trainer import command
-    from verlite.trainer.launch import run_to_end
     from verlite.trainer.opening import absolute, lock_run_dir
 
     _refuse_other_types(config)
@@ -131,7 +130,7 @@ def train(
         stop = Stop(embedded=True)
         try:
             with stop:
-                code = command.run(loaded, run_to_end, stop)
+                code = command.run(loaded, command.train_rl, stop)
         except KeyboardInterrupt:
             if stop.requested in (None, "SIGINT"):
                 raise

@@ -1,8 +1,8 @@
-"""What main_ppo, main_sft and main_dpo share: from the first signal handler to the exit code.
+"""How a training command runs: from the first signal handler to the exit code.
 
-Each of them names how its configuration is loaded and what runs it: `run_to_end` of
-`trainer/launch.py` (RL) or of `sft/train.py`. torch, Ray and transformers are imported only for a
-valid configuration.
+`main` is what main_ppo, main_sft and main_dpo share. Each of them names how its configuration is
+loaded and what trains: `train_rl` here, or `sft.train.run_to_end`. torch, Ray and transformers are
+imported only for a valid configuration.
 """
 
 import os
@@ -84,6 +84,30 @@ def run(
         if is_first:
             console().print(str(done), markup=False, soft_wrap=True)
         return stop.decide(DONE)
+
+
+def train_rl(loaded: "LoadedConfig[Any]", stop: Stop) -> int:
+    """Do all checks, train as main_ppo does, and return the exit code.
+
+    A stop that gives up a step raises StepAborted, wherever the step is. The run then goes back to
+    the end of the step before, and `finalize` saves what is not saved yet.
+
+    Raises:
+        REFUSED, AlreadyComplete, KeyboardInterrupt, or what ended the run.
+    """
+    from verlite.trainer.launch import launched
+
+    with launched(loaded, stop) as launch:  # imports the following in a thread while Ray starts
+        from verlite.trainer.build import finalize, open_run
+        from verlite.trainer.errors import StepAborted
+        from verlite.trainer.ppo import train
+
+        with open_run(launch) as run:
+            try:
+                train(run)
+            except StepAborted:
+                run.undo_step()
+            return stop.decide(finalize(run))
 
 
 def _leave_interrupted(stop: Stop, is_first: bool) -> NoReturn:

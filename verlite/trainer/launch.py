@@ -1,7 +1,7 @@
-"""A run of main_ppo from its first check to its exit code: `run_to_end`.
+"""Launch a run of main_ppo: its first checks, Ray, and worker processes.
 
-It is `launched` here (first checks, Ray, worker processes), then comes `build.open_run`, the loop
-in `ppo.py`, and `build.finalize`.
+`command.train_rl` goes through a run: `launched`, then `build.open_run`, the loop in `ppo.py`, and
+`build.finalize`.
 
 Launching takes two files because of torch. Importing torch and transformers takes seconds in the
 driver and in every worker, and so does starting Ray. This file imports neither, so that both happen
@@ -34,7 +34,7 @@ from verlite.trainer.checkpoints import Checkpoint
 from verlite.trainer.checks import cluster_wait_s
 from verlite.trainer.display import Display
 from verlite.trainer.ending import end_at_once
-from verlite.trainer.errors import RunRefused, StepAborted
+from verlite.trainer.errors import RunRefused
 from verlite.trainer.opening import environment, in_run_directory, rl_preflight
 from verlite.trainer.preflight import FILES, Preflight, walk
 from verlite.workers.roles import ROLES
@@ -60,27 +60,6 @@ class Launch:
 
     None if the run joins an existing Ray cluster, or if the checkpoint is from the last step.
     """
-
-
-def run_to_end(loaded: Loaded, stop: Stop) -> int:
-    """Do all checks, train, and return the exit code.
-
-    A stop that gives up a step ends the loop with StepAborted, wherever the step was. The run then
-    goes back to the step before, and `finalize` saves what is not saved yet.
-
-    Raises:
-        REFUSED, AlreadyComplete, KeyboardInterrupt, or what ended the run.
-    """
-    with launched(loaded, stop) as launch:
-        from verlite.trainer.build import finalize, open_run
-        from verlite.trainer.ppo import train
-
-        with open_run(launch) as run:
-            try:
-                train(run)
-            except StepAborted:
-                run.undo_step()
-            return stop.decide(finalize(run))
 
 
 @contextmanager
