@@ -1,24 +1,25 @@
-"""Simulate runs: python -m tests.control --schedules N --seed S
+"""Simulate runs: python -m tests.control [run | flow] --schedules N --seed S
 
-Each seed is one schedule: what a run wants, how long its stages take, and which signals, failures,
-outages and full disks come when. A schedule that breaks a rule is printed, and has a smaller one
-with the same fault beside it.
+Each seed is one schedule. run: what a run wants, how long its stages take, and which signals,
+failures, outages and full disks come when. flow: the same of the prompts, engines and checkpoints
+of asynchronous training. A schedule that breaks a rule is printed, reduced to what breaks it.
 """
 
 import argparse
 import sys
 import time
 
-from tests.control.simulate import simulate
+from tests.control.simulate import DRAWS, simulate
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.control", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=list(DRAWS), default="run")
     parser.add_argument("--schedules", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first schedule's")
     options = parser.parse_args(arguments)
     began = time.perf_counter()
-    failure = simulate(options.schedules, options.seed)
+    failure = simulate(options.schedules, options.seed, options.what)
     seconds = time.perf_counter() - began
     if failure is not None:
         print(f"after {failure.schedules} schedules, {failure}")

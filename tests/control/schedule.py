@@ -2,6 +2,7 @@
 schedule, and a schedule without some of its faults is one, too."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 SIGNALS = ("SIGTERM", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
@@ -52,6 +53,20 @@ class Schedule:
     varies: float = 1.0
     """A stage takes up to this many times its seconds."""
     faults: tuple[Fault, ...] = field(default_factory=tuple)
+
+    def smaller(self) -> Iterator["Schedule"]:
+        """Schedules with one fault or one complication less."""
+        for number in range(len(self.faults)):
+            yield replace(self, faults=self.faults[:number] + self.faults[number + 1 :])
+        if self.resumed:
+            yield replace(self, resumed=0)
+        if self.total_steps > self.resumed + 1:
+            yield replace(self, total_steps=self.total_steps - 1)
+        if self.runtime_s is not None:
+            yield replace(self, runtime_s=None)
+        for name in ("test_freq", "validates_first", "exports"):
+            if getattr(self, name):
+                yield replace(self, **{name: 0})
 
 
 def schedule(seed: int) -> Schedule:

@@ -85,12 +85,18 @@ class World:
             code = process.run()
             codes.append(code)
             if code in (0, 1):
+                self.check_codes(codes)
                 return codes
             stuck = stuck + 1 if self.saved == before else 0
             if stuck == 3 and self.schedule.runtime_s is not None:
                 return codes  # the wall time is too short for a step
             self.now += 1.0
         raise Broken("progress: it is neither done nor has it failed")
+
+    def check_codes(self, codes: list[int | None]) -> None:
+        undisturbed = not self.schedule.faults and self.schedule.runtime_s is None
+        if undisturbed and codes != [0]:
+            raise Broken(f"progress: exit codes {codes} without a fault")
 
 
 class Process:

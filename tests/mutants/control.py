@@ -8,6 +8,8 @@ LIMITS = "verlite.control.limits:"
 PATIENCE = "verlite.control.patience:"
 MACHINES = ("tests/control/test_machine.py",)
 SIMULATION = ("tests/control/test_simulation.py::test_no_rule_is_broken",)
+FLOW = "verlite.control.flow:Flow."
+FLOWS = ("tests/control/test_flow_simulation.py::test_no_rule_is_broken",)
 
 
 def _with_phase(name):
@@ -50,6 +52,152 @@ def _counts_twice(original, self, name, now):
     counts = original(self, name, now)
     self.signals += counts
     return counts
+
+
+# The flow of prompts. Each is a bug that another framework had, or would be one here.
+
+
+def _without(*states):
+    def change(state):
+        return state | {"groups": [group for group in state["groups"] if group[1] not in states]}
+
+    return result(change)
+
+
+def _drawn_again(original, self, state, ready=()):
+    original(self, state | {"next": self.groups_per_step * state["step"]}, ready)
+
+
+def _uncounted(original, self, state, ready=()):
+    original(self, state, ready)
+    loaded, places = len(self.groups), self._places
+    self._places = lambda: places() + loaded if self.version else 0
+
+
+def _all_ready(original, self, state, ready=()):
+    original(self, state, [group[0] for group in state["groups"]])
+
+
+def _age_restarts(original, self, state, ready=()):
+    groups = [
+        [number, name, oldest and state["step"] + 1, attempt]
+        for number, name, oldest, attempt in state["groups"]
+    ]
+    original(self, state | {"groups": groups}, ready)
+
+
+def _drops_what_is_late(original, self):
+    """Drop finished groups that later steps have no place for, in place of waiting for others."""
+    found = original(self)
+    if found is None and len(self._ready) >= self.groups_per_step:
+        late = [n for n in self.groups if self.groups[n].oldest == min(self._started_with)]
+        for number in late:
+            self.filtered(number, "too old")
+    return found
+
+
+def _only_what_is_due_now(original, self):
+    return [need for need in original(self) if need[0] + self.bound <= self.step + 1]
+
+
+def _forgets_the_second(original, self, engine, ready=()):
+    if len(self._queued) and any(group.attempt for group in self.groups.values()):
+        self._running.pop(engine, None)
+        return []
+    return original(self, engine, ready)
+
+
+def _not_put_back(original, self, engine, ready=()):
+    self._running.pop(engine, None)
+    return []
+
+
+def _without_lost_data(original, self, engine, ready=()):
+    return original(self, engine)
+
+
+def _any_attempt(original, self, number, oldest=None, attempt=None):
+    return original(self, number, None)
+
+
+def _twice(original, self, number, oldest=None, attempt=None):
+    return original(self, number, oldest, attempt) or number not in self.groups
+
+
+def _newest_counts(original, self, number, oldest=None, attempt=None):
+    return original(self, number, self.version, attempt)
+
+
+def _is_a_success(original, self, number, reason):
+    return self.finished(number)
+
+
+def _stays_ready(original, self, numbers):
+    group = self.groups[numbers[0]]
+    original(self, numbers)
+    self.groups[group.number] = group
+    self._ready.add(group.number)
+    self._started_with[group.oldest] += 1
+    self._ready_with[group.oldest] += 1
+    self.gone["trained"] -= 1
+
+
+def _never_by_a_restarted_engine(original, self, engine):
+    """The publication waits for an engine that is no longer there."""
+    original(self, engine)
+    self._running[engine].add(-1)
+
+
+def _counts_publications(original, self):
+    version = self.version
+    original(self)
+    self.version = version + 1
+
+
+def _without_depth(original, self):
+    self.depth = self.bound
+    return original(self)
+
+
+def _without_end(original, self):
+    self.total_steps = None
+    return original(self)
+
+
+def _filtered_count(original, self):
+    return max(0, original(self) - self.gone["filtered"])
+
+
+def _newest_first(original, self):
+    found = original(self)
+    newest = sorted(self._ready)[-self.groups_per_step :]
+    return found and (newest if self.bound else found)
+
+
+def _starts_before_a_publication(original, self):
+    swaps, self.swaps = self.swaps, True
+    found = original(self)
+    self.swaps = swaps
+    return found
+
+
+def _on_one_engine(original, self):
+    found = original(self)
+    numbers = [number for share in found.values() for number in share]
+    for number in numbers:
+        self._running[self.groups[number].engine].discard(number)
+    if numbers:
+        engine = min(self._running)
+        for number in numbers:
+            self.groups[number].engine = engine
+        self._running[engine].update(numbers)
+        return {engine: numbers}
+    return {}
+
+
+def _put_back_last(original, self, group):
+    original(self, group)
+    self.groups[group.number].attempt = 0
 
 
 MUTANTS = [
@@ -142,4 +290,128 @@ MUTANTS = [
         MACHINES,
     ),
     Mutant("failed saves never end a run", MACHINE + "_save_failed", returns([]), SIMULATION),
+    Mutant(
+        "prompts that were running are lost on resume (NeMo-RL 3599)",
+        FLOW + "state_dict",
+        _without("running"),
+        FLOWS,
+    ),
+    Mutant(
+        "finished prompts are lost on resume, as if they had been trained (SkyRL)",
+        FLOW + "state_dict",
+        _without("ready"),
+        FLOWS,
+    ),
+    Mutant(
+        "prompts are drawn twice after a resume",
+        FLOW + "load_state_dict",
+        calls(_drawn_again),
+        FLOWS,
+    ),
+    Mutant(
+        "what is alive is not counted after a resume (AReaL 1388)",
+        FLOW + "load_state_dict",
+        calls(_uncounted),
+        FLOWS,
+    ),
+    Mutant(
+        "finished groups of a checkpoint are trained without their samples",
+        FLOW + "load_state_dict",
+        calls(_all_ready),
+        FLOWS,
+    ),
+    Mutant(
+        "age restarts at the resumed step (verl)",
+        FLOW + "load_state_dict",
+        calls(_age_restarts),
+        FLOWS,
+    ),
+    Mutant(
+        "groups that come too late are trained all the same (SkyRL)",
+        FLOW + "_needs",
+        returns([]),
+        FLOWS,
+    ),
+    Mutant(
+        "a step looks at what is due now, and not at what will be",
+        FLOW + "_needs",
+        calls(_only_what_is_due_now),
+        FLOWS,
+    ),
+    Mutant(
+        "what is too old is dropped (verl, prime-rl, TRL)",
+        FLOW + "choose",
+        calls(_drops_what_is_late),
+        FLOWS,
+    ),
+    Mutant("nothing bounds the age (slime 1781)", FLOW + "_places", returns(10**6), FLOWS),
+    Mutant(
+        "groups of a dead engine are waited for without end (verl 5815)",
+        FLOW + "engine_lost",
+        calls(_not_put_back),
+        FLOWS,
+    ),
+    Mutant(
+        "the second of two engines that die at once is forgotten",
+        FLOW + "engine_lost",
+        calls(_forgets_the_second),
+        FLOWS,
+    ),
+    Mutant(
+        "a publication waits for ever for an engine that was replaced (AReaL 1160)",
+        FLOW + "engine_back",
+        calls(_never_by_a_restarted_engine),
+        FLOWS,
+    ),
+    Mutant(
+        "weights are replaced while groups run (NeMo-RL 2180)",
+        FLOW + "may_publish",
+        returns(True),
+        FLOWS,
+    ),
+    Mutant(
+        "groups start while a publication waits for those that run",
+        FLOW + "assign",
+        calls(_starts_before_a_publication),
+        FLOWS,
+    ),
+    Mutant(
+        "a failure counts as a success (verl 6387)", FLOW + "failed", calls(_is_a_success), FLOWS
+    ),
+    Mutant("a group is trained twice", FLOW + "trained", calls(_stays_ready), FLOWS),
+    Mutant("an answer that comes twice counts twice", FLOW + "finished", calls(_twice), FLOWS),
+    Mutant(
+        "a late answer counts for another attempt", FLOW + "finished", calls(_any_attempt), FLOWS
+    ),
+    Mutant(
+        "the newest version of a group counts, not the oldest",
+        FLOW + "finished",
+        calls(_newest_counts),
+        FLOWS,
+    ),
+    Mutant(
+        "finished samples that died with their engine are trained",
+        FLOW + "engine_lost",
+        calls(_without_lost_data),
+        FLOWS,
+    ),
+    Mutant(
+        "versions count publications, not steps",
+        FLOW + "published",
+        calls(_counts_publications),
+        FLOWS,
+    ),
+    Mutant("depth is ignored", FLOW + "wanted", calls(_without_depth), FLOWS),
+    Mutant(
+        "prompts are drawn that no step is left for", FLOW + "_places", calls(_without_end), FLOWS
+    ),
+    Mutant("filtered groups are not replaced", FLOW + "wanted", calls(_filtered_count), FLOWS),
+    Mutant("the newest groups are trained first", FLOW + "choose", calls(_newest_first), FLOWS),
+    Mutant("one engine gets all groups", FLOW + "assign", calls(_on_one_engine), FLOWS),
+    Mutant(
+        "groups that were put back start last and their late answers count",
+        FLOW + "_put_back",
+        calls(_put_back_last),
+        FLOWS,
+    ),
 ]

@@ -1,0 +1,305 @@
+"""Asynchronous training on a virtual clock, with simulated engines, a trainer, checkpoints and a
+command that is started again.
+
+`Process` does what `trainer.asynchronous` does: it tells the flow what happened and does what it
+says. What it knows itself (`tests.control.flow_rules`) is compared after every event.
+"""
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+from tests.control.flow_rules import FlowRules
+from tests.control.flow_schedule import FlowSchedule
+from tests.control.rules import Broken
+from tests.control.schedule import Fault
+from verlite.control.flow import Flow
+
+MAX_EVENTS = 20_000
+ATTEMPTS = 12
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a group is, whoever samples it."""
+
+    seconds: float
+    """To sample it, which its length is proportional to."""
+    teaches: bool
+    works: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The samples of a finished group. oldest: the oldest version of its tokens, in truth."""
+
+    oldest: int
+    engine: "Engine"
+
+
+class Engine:
+    """A process that samples groups."""
+
+    def __init__(self, number: int, version: int = 0) -> None:
+        self.number, self.version = number, version
+        self.alive = True
+        self.held: list[tuple[Any, ...]] | None = None
+        """Once it is cut off: its answers."""
+        self.queue: deque[tuple[int, int]] = deque()
+        self.running = 0
+
+
+class FlowWorld:
+    """What outlives a process: the clock, the checkpoint, and what is still to go wrong."""
+
+    def __init__(self, schedule: FlowSchedule) -> None:
+        self.schedule = schedule
+        self.draw = random.Random(schedule.seed + 1)
+        self.now = 0.0
+        self.events = 0
+        self.faults = list(schedule.faults)
+        self.saved: tuple[str, dict[int, Sample]] | None = None
+        self.known: dict[int, Facts] = {}
+        self.rules = FlowRules(self, schedule)
+
+    def facts(self, number: int) -> Facts:
+        if number not in self.known:
+            s = self.schedule
+            draw = random.Random(s.seed * 1_000_003 + number)
+            one = draw.lognormvariate(0.0, s.sigma) if s.sigma else draw.paretovariate(1.0)
+            seconds = s.median_s * (50.0 if number == s.slow else min(one, 200.0))
+            teaches, works = draw.random() >= s.filtered, draw.random() >= s.failed
+            self.known[number] = Facts(seconds, teaches, works)
+        return self.known[number]
+
+    def run(self) -> None:
+        """Start the command until all steps are done. Raises Broken if a rule was broken."""
+        for _ in range(ATTEMPTS):
+            try:
+                if Process(self).run():
+                    return self.rules.ended()
+            except Killed:
+                pass
+            self.now += 1.0
+        raise Broken("progress: the run does not end")
+
+
+class Process:
+    """One attempt: the driver, and its engines."""
+
+    def __init__(self, world: FlowWorld) -> None:
+        self.world, self.schedule, self.rules = world, world.schedule, world.rules
+        s = world.schedule
+        self.flow = Flow(s.groups_per_step, s.bound, s.depth, s.engines, s.swaps, s.total_steps)
+        self.data: dict[int, Sample] = {}
+        self.fetched: dict[int, Sample] = {}
+        """The samples of the step that is being trained."""
+        if world.saved is not None:
+            text, self.data = world.saved[0], dict(world.saved[1])
+            self.flow.load_state_dict(json.loads(text), ready=self.data)
+        self.rules.resumed(set(self.data))
+        self.engines = {number: Engine(number) for number in range(s.engines)}
+        self.saved_step = self.flow.step
+        self.started_again: list[int] = []
+        """Engines that wait for their weights."""
+        self.busy = self.stops = self.done = False
+        self.coming: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.count = 0
+        for fault in world.faults:
+            self.after(fault.at - world.now, self.happens, fault)
+
+    def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
+        self.count += 1
+        at = self.world.now + max(0.0, seconds)
+        heappush(self.coming, (at, self.count, what, arguments))
+
+    def upto(self, seconds: float) -> float:
+        return self.world.draw.uniform(0.0, seconds)
+
+    def run(self) -> bool:
+        """Run to the end. Returns whether all steps are done."""
+        world = self.world
+        self.decide()
+        while not self.done:
+            world.events += 1
+            if world.events > MAX_EVENTS:
+                raise Broken("progress: something has no end")
+            if not self.coming:
+                raise Broken(f"progress: nothing happens any more in step {self.flow.step + 1}")
+            world.now, _, what, arguments = heappop(self.coming)
+            what(*arguments)
+            self.rules.look(self.flow.counts())
+            self.decide()
+        return self.flow.step >= self.schedule.total_steps
+
+    # The driver
+
+    def decide(self) -> None:
+        """Begin what comes next."""
+        s, flow = self.schedule, self.flow
+        if self.busy:
+            return self.feed() if s.feeds else None
+        for number in self.started_again:
+            self.engines[number] = Engine(number, flow.step + 1)
+            flow.engine_back(number)
+            self.rules.up.add(number)
+        self.started_again.clear()
+        is_last = flow.step >= s.total_steps
+        if (self.stops or is_last) and flow.step > self.saved_step:
+            return self.save()
+        if self.stops or is_last:
+            self.done = True
+            return None
+        if flow.step > self.saved_step and flow.step % s.save_freq == 0:
+            return self.save()
+        is_due = flow.version <= flow.step
+        may = flow.may_publish()
+        self.rules.may_publish(may)
+        if is_due and may:
+            return self.publish()
+        self.feed()
+        if not is_due or s.overlaps:
+            numbers = flow.choose()
+            self.rules.chosen(numbers)
+            if numbers is not None:
+                self.train(numbers)
+        return None
+
+    def begin(self, seconds: float, then: Callable[..., None], *arguments: Any) -> None:
+        self.busy = True
+        self.after(seconds, self.end, then, arguments)
+
+    def end(self, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.busy = False
+        then(*arguments)
+
+    def feed(self) -> None:
+        flow = self.flow
+        wanted = flow.wanted()
+        self.rules.drawn(wanted, flow.draw(wanted))
+        found = flow.assign()
+        self.rules.assigned(found)
+        for number, groups in found.items():
+            engine = self.engines[number]
+            engine.queue.extend((group, flow.groups[group].attempt) for group in groups)
+            self.work(engine)
+
+    def publish(self) -> None:
+        for engine in self.engines.values():
+            self.after(self.upto(self.schedule.sync_s), self.swap, engine, self.flow.step + 1)
+        self.begin(self.schedule.sync_s, self.published)
+
+    def swap(self, engine: Engine, version: int) -> None:
+        if engine.alive and engine.held is None:
+            self.rules.swapped(engine.number, engine.running)
+            engine.version = version
+
+    def published(self) -> None:
+        """All engines have answered; those that have not are given up."""
+        for engine in self.engines.values():
+            if not engine.alive or engine.held is not None:
+                self.give_up(engine)
+        self.flow.published()
+        self.rules.published(self.flow.version)
+
+    def train(self, numbers: list[int]) -> None:
+        self.rules.ages({number: self.flow.groups[number].oldest for number in numbers})
+        self.fetched = {number: self.data[number] for number in numbers if number in self.data}
+        self.begin(self.schedule.update_s, self.trained, numbers)
+
+    def trained(self, numbers: list[int]) -> None:
+        self.rules.trained(numbers, [self.fetched.get(number) for number in numbers])
+        self.flow.trained(numbers)
+        for number in numbers:
+            self.data.pop(number, None)
+        self.fetched = {}
+
+    def save(self) -> None:
+        data = dict(self.data) if self.schedule.saves_ready else {}
+        state = json.dumps(self.flow.state_dict())
+        self.begin(
+            self.schedule.save_s, self.written, (state, data), self.rules.snapshot(), self.flow.step
+        )
+
+    def written(self, saved: tuple[str, dict[int, Sample]], snapshot: Any, step: int) -> None:
+        self.world.saved, self.rules.saved, self.saved_step = saved, snapshot, step
+
+    # The engines
+
+    def work(self, engine: Engine) -> None:
+        """Start what has a slot."""
+        while engine.alive and engine.queue and engine.running < self.schedule.slots:
+            number, attempt = engine.queue.popleft()
+            self.rules.check(engine.version > 0, "weights: an engine samples without any")
+            engine.running += 1
+            seconds = self.world.facts(number).seconds
+            self.after(seconds, self.sampled, engine, number, attempt, engine.version)
+
+    def sampled(self, engine: Engine, number: int, attempt: int, oldest: int) -> None:
+        if not engine.alive:
+            return
+        engine.running -= 1
+        answer = (engine, number, attempt, oldest)
+        if engine.held is not None:
+            engine.held.append(answer)
+        else:
+            for _ in range(1 + (self.world.draw.random() < self.schedule.doubled)):
+                self.after(self.upto(self.schedule.delay_s), self.answer, *answer)
+        self.work(engine)
+
+    def answer(self, engine: Engine, number: int, attempt: int, oldest: int) -> None:
+        flow, rules, facts = self.flow, self.rules, self.world.facts(number)
+        if not facts.works:
+            return rules.left(number, "failed", flow.failed(number, "too long"))
+        told = oldest if self.schedule.tells_oldest else None
+        kept = flow.finished(number, told, attempt)
+        rules.answered(number, attempt, told, kept)
+        if kept and not facts.teaches:
+            rules.left(number, "filtered", flow.filtered(number, "equal scores"))
+        elif kept:
+            self.data[number] = Sample(oldest, engine)
+        return None
+
+    # Faults
+
+    def happens(self, fault: Fault) -> None:
+        self.world.faults.remove(fault)
+        if fault.kind == "kill":
+            raise Killed
+        if fault.kind == "stop":
+            self.stops = True
+            return
+        engine = self.engines[int(fault.name)]
+        if not engine.alive or engine.held is not None:
+            return
+        if fault.kind == "cut":
+            engine.held = []
+        else:
+            engine.alive = False
+        self.after(self.schedule.detect_s, self.give_up, engine)
+
+    def give_up(self, engine: Engine) -> None:
+        """An engine is noticed to be dead. Another is started in its place."""
+        if engine.number not in self.rules.up or self.engines[engine.number] is not engine:
+            return
+        ready = []
+        if self.schedule.remote_data:
+            ready = [
+                n for n, s in self.data.items() if s.engine is engine and n not in self.fetched
+            ]
+        for number in ready:
+            del self.data[number]
+        self.rules.lost(engine.number, ready, self.flow.engine_lost(engine.number, ready))
+        for answer in engine.held or ():
+            self.after(self.upto(20.0), self.answer, *answer)
+        if engine.held is not None:
+            engine.held = []  # what it still samples, nobody hears
+        self.after(self.schedule.restart_s, self.started_again.append, engine.number)
