@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from tests.models import tiny_model
 from verlite.rollout.types import Completion, Engine, Sampling
@@ -131,3 +131,35 @@ def moved(model: PreTrainedModel, size: float, seed: int = 0) -> PreTrainedModel
                 1 + size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             )
     return other
+
+
+def naive_swapped_log_probs(
+    models: Sequence[PreTrainedModel],
+    prompt: Sequence[int],
+    answer: Completion,
+    sampling: Sampling,
+    *,
+    keeps_cache: bool,
+) -> list[float]:
+    """Return each token's log-prob under the model of its weight version, which is its number in
+    `models`.
+
+    keeps_cache: earlier keys and values are those of the weights that computed them. Otherwise each
+    token's context is computed with the token's own weights.
+    """
+    if not keeps_cache:
+        by_version = [naive_log_probs(m, prompt, answer.ids, sampling) for m in models]
+        versions = [v for v, count in answer.weight_versions for _ in range(count)]
+        return [by_version[version][i] for i, version in enumerate(versions)]
+    ids = [*prompt, *answer.ids]
+    cache, seen, found = DynamicCache(), 0, []
+    end = len(prompt) - 1
+    for version, count in answer.weight_versions:
+        end += count
+        with torch.no_grad():
+            logits = models[version](torch.tensor([ids[seen:end]]), past_key_values=cache).logits[0]
+        for row, token in zip(logits[-count:], ids[end - count + 1 : end + 1], strict=True):
+            row = row / (sampling.temperature or 1.0)
+            found.append(row.log_softmax(-1)[token].item())
+        seen = end
+    return found

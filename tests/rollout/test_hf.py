@@ -461,7 +461,7 @@ def test_finish_reasons_and_lengths(engine, path):
     assert (
         len(free.ids) == 30
         and free.finish_reason == "length"
-        and free.weight_version == engine.version
+        and free.weight_versions == [(engine.version, 30)]
     )
     (short,) = ask(engine, [[20, 21]], dataclasses.replace(greedy, max_tokens=1))
     assert short.ids == free.ids[:1] and short.finish_reason == "length"
@@ -578,7 +578,7 @@ def test_no_generation_before_the_first_sync(path, model):
             ask(engine, [[5]], LONG)
         load(engine, model, version=3)
         answers = ask(engine, [[5, 6]], LONG)
-        assert engine.version == 3 and answers[0].weight_version == 3
+        assert engine.version == 3 and answers[0].weight_versions == [(3, 24)]
         assert largest_gap(model, [[5, 6]], answers, LONG) < 1e-5
         assert engine.fingerprint() == fingerprint(weights_of(model))
     finally:

@@ -89,7 +89,7 @@ def sample(engine, count=40, tokens=4):
     answers = asyncio.run(all_at_once())
     for seed, answer in enumerate(answers):
         assert answer.ids == expected_ids(PROMPT, seed, tokens)
-        assert answer.weight_version == engine.version
+        assert answer.weight_versions == [(engine.version, len(answer.ids))]
     return answers
 
 

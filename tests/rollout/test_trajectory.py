@@ -162,9 +162,8 @@ def test_sampled_ids_are_the_trained_ids(ambiguous):
             changed += engine.tokenizer.encode(text, add_special_tokens=False) != [
                 i for i in completion.ids if i != 1
             ]
-        assert not rest and len(recorder.calls) == trajectory.turns == len(
-            trajectory.weight_versions
-        )
+        assert not rest and len(recorder.calls) == trajectory.turns
+        assert trajectory.weight_versions == [(0, sum(trajectory.response_mask))]
     assert changed > 12, "the test has no power unless encoding the text again gives other ids"
 
 
@@ -287,7 +286,7 @@ def test_single_turn_without_environment(ambiguous):
     )
     assert (
         set(trajectory.response_mask) == {1}
-        and trajectory.weight_versions == [0]
+        and trajectory.weight_versions == [(0, len(trajectory.response_ids))]
         and trajectory.gen_seconds > 0
     )
     trajectory = run(recorder, Request([3], Sampling(max_tokens=2, seed=1, ignore_eos=True)))
@@ -412,12 +411,16 @@ class Broken:
 def test_engine_faults(ambiguous):
     tokenizer = ambiguous[0].tokenizer
     aborted = run(
-        Broken(tokenizer, Completion([3, 4], [-1.0, -1.0], "abort", 1)), Request([2], Sampling())
+        Broken(tokenizer, Completion([3, 4], [-1.0, -1.0], "abort", [(1, 2)])),
+        Request([2], Sampling()),
     )
     assert aborted.status == Status.ERROR and aborted.response_mask == [0, 0]
-    with pytest.raises(EngineError, match="2 tokens but 1 log-probs"):
-        run(Broken(tokenizer, Completion([3, 4], [-1.0], "stop", 1)), Request([2], Sampling()))
-    fine = Completion([3], [-1.0], "stop", 1)
+    for log_probs, spans in (([-1.0], [(1, 2)]), ([-1.0] * 2, [(1, 1)]), ([-1.0] * 2, [(1, 3)])):
+        broken = Broken(tokenizer, Completion([3, 4], log_probs, "stop", spans))
+        counts = f"2 tokens but {len(log_probs)} log-probs and the weight versions of {spans[0][1]}"
+        with pytest.raises(EngineError, match=counts):
+            run(broken, Request([2], Sampling()))
+    fine = Completion([3], [-1.0], "stop", [(1, 1)])
     with pytest.raises(EngineError, match="died"):
         asyncio.run(
             run_all(
@@ -507,7 +510,7 @@ class Playback:
         if len(ids) > sampling.max_tokens:
             ids = ids[: sampling.max_tokens]
             ended = False
-        return Completion(ids, [-0.25] * len(ids), "stop" if ended else "length", 4)
+        return Completion(ids, [-0.25] * len(ids), "stop" if ended else "length", [(4, len(ids))])
 
 
 def play(*turns, max_turns=3, total=2000, per_turn=60, most=100, **retriever):

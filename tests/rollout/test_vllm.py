@@ -171,7 +171,7 @@ def test_many_requests_through_the_trajectory_loop(synced):
     ]
     trajectories = asyncio.run(run_all(synced, requests))
     assert [len(t.response_ids) for t in trajectories] == [1 + i % 20 for i in range(100)]
-    assert {v for t in trajectories for v in t.weight_versions} == {synced.version}
+    assert {v for t in trajectories for v, _ in t.weight_versions} == {synced.version}
 
 
 class Echo:

@@ -44,7 +44,9 @@ class Engine:
             raise ValueError("refused")
         if prompt_ids == [1]:
             raise EngineError("dead")
-        return Completion(list(prompt_ids), [-0.5] * len(prompt_ids), "stop", 3)
+        return Completion(
+            list(prompt_ids), [-0.5] * len(prompt_ids), "stop", [(3, len(prompt_ids))]
+        )
 
 
 class Scores:

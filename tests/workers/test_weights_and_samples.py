@@ -140,7 +140,8 @@ def engine_workers(routes, settings):
         rollout._reader = reader(routes, settings, "rollout", rank)
         rollout.calls = calls = []
 
-        def load(named, version, expected, calls=calls):
+        def load(named, version, expected, is_probed, calls=calls):
+            assert not is_probed
             loaded = [(name, tensor.clone()) for name, tensor in named]
             assert fingerprint(loaded, torch.bfloat16) == expected
             calls.append((version, dict(loaded)))
@@ -236,7 +237,7 @@ def test_adapters_are_sent_alone_once_the_engines_have_the_base_model(place, tmp
     loads = []
     for engine in engines:
 
-        def load(named, version, found):
+        def load(named, version, found, is_probed):
             loads.append({name for name, _ in named})
             assert found == expected
             if version == 4:
@@ -376,7 +377,7 @@ def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
     engine = SimpleNamespace(
         sleep=lambda: calls.append("sleep"),
         wake=calls.append,
-        load_weights=lambda named, version, found: calls.append(version),
+        load_weights=lambda named, version, found, is_probed: calls.append(version),
     )
     monkeypatch.setattr(rollouts, "build_engine", lambda *args: engine)
     routes, settings = plan([0], [0]), config()
@@ -418,7 +419,7 @@ class Engine:
         self.samplings.append(sampling)
         if prompt_ids == [0]:
             raise ValueError("refused")
-        return Completion([prompt_ids[0]] * 2, [-0.5, -1.5], "stop", 3)
+        return Completion([prompt_ids[0]] * 2, [-0.5, -1.5], "stop", [(3, 2)])
 
     def sleep(self):
         self.slept += 1
@@ -499,6 +500,8 @@ def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
         ("s0", decode([7, 7]), 0, {"row": 0, "num_turns": 2}),
         ("s2", decode([9, 9]), 2, {"row": 2, "num_turns": 2}),
     ]
+    assert answers.batch["oldest_version"].tolist() == [3, -1, 3]
+    assert columns["version_spans"].tolist() == [[(3, 2)], [], [(3, 2)]]
     assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch[
         "turns"
     ].tolist() == [1, 0, 1]

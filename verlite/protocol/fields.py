@@ -131,6 +131,9 @@ FIELDS: dict[str, Field] = {
     "weight_version": Field(
         "B", _INT, "generate", "version of the weights that sampled the row's last token"
     ),
+    "oldest_version": Field(
+        "B", _INT, "generate", "oldest version of the weights that sampled a token of the row"
+    ),
     "sample_index": Field(
         "B", _INT, "generate", "place of the row in its group, of rows sampled in the background"
     ),
@@ -183,6 +186,12 @@ FIELDS: dict[str, Field] = {
         "B", _TEXT_OR_NONE, "generate", "traceback of a failed reward function, or None"
     ),
     "text": Field("B", _ANY, "generate", "what the policy wrote, as the reward function saw it"),
+    "version_spans": Field(
+        "B",
+        (list,),
+        "generate",
+        "(weight version, number of tokens that it sampled) of consecutive tokens, oldest first",
+    ),
     "segments": Field(
         "B", (list,), "generate", "(model or tool, number of tokens) per part of the response"
     ),

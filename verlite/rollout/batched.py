@@ -25,7 +25,9 @@ from verlite.rollout.types import (
     EngineError,
     EngineOptions,
     Sampling,
+    Spans,
     WeightSyncError,
+    extend_spans,
 )
 from verlite.spec.catalog import ENGINES, resolve
 from verlite.spec.roles import GenerationSpec, ModelSpec
@@ -38,7 +40,7 @@ _CALL_POLL_S = 1.0  # interval at which a blocked caller checks whether the engi
 
 
 class FinishedRequest(NamedTuple):
-    """A request completed by a step. The fields are those of `Completion`."""
+    """A request completed by a step. The other fields are those of `Completion`."""
 
     request_id: int
     ids: list[int]
@@ -70,12 +72,23 @@ class Core(Protocol):
         requests."""
         ...
 
+    def progress(self) -> dict[int, int]:
+        """Return {request: number of its tokens so far}; requests without tokens may be missing.
+
+        What a later step returns was computed with the weights of that step.
+        """
+        ...
+
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights. Raises if a weight is missing, unknown or has another shape."""
         ...
 
     def reset_caches(self) -> None:
-        """Drop everything computed with earlier weights."""
+        """Drop what was computed with earlier weights.
+
+        While requests run, their keys and values follow `GenerationSpec.kv_at_update`. fresh: they
+        are computed again. salted: they stay, and no other request uses them. mixed: they stay.
+        """
         ...
 
     def fingerprint(self) -> int:
@@ -84,7 +97,8 @@ class Core(Protocol):
 
     def log_probs(self, ids: list[int]) -> list[float]:
         """Return the log-prob of each token but the first, at temperature 1 and without top-k and
-        top-p. Called while no request runs. It must not change random numbers."""
+        top-p. It must not change random numbers. If it advances running requests, those that
+        complete are returned by the next step."""
         ...
 
     def sleep(self) -> set[str]:
@@ -106,6 +120,7 @@ class BatchedEngine:
     Args:
         make_core: builds the Core. Its exceptions are raised by the constructor.
         has_weights: True if the Core starts with weights, which become version 0.
+        swaps: whether weights may be loaded while requests run.
         request_timeout_s: seconds without a completed step after which a waiting request raises
             EngineError.
     """
@@ -115,10 +130,13 @@ class BatchedEngine:
         make_core: Callable[[], Core],
         *,
         has_weights: bool = False,
+        swaps: bool = False,
         request_timeout_s: float = 1800.0,
     ):
         self.version = 0 if has_weights else -1
         self._version_before = self.version
+        self._swaps = swaps
+        self._awaits_probe = False
         self._timeout = request_timeout_s
         self._not_ready_reason: str | None = "it has no weights yet; call load_weights() first"
         if has_weights:
@@ -130,6 +148,7 @@ class BatchedEngine:
         self._new_requests: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
         self._submit_lock = threading.Lock()
         self._waiting: dict[int, Waiter] = {}
+        self._spans: dict[int, Spans] = {}  # of tokens that running requests had at the last load
         self._request_ids = itertools.count()
         self._last_step = time.monotonic()
         self._closing = False
@@ -144,9 +163,9 @@ class BatchedEngine:
         """Generate a continuation; see `Engine.generate`.
 
         Requests issued in the same event-loop tick are submitted as one job, so batches are the
-        same in every run. Batch composition affects the last bits of log-probs.
+        same in every run. Batch composition affects the last bits of log-probs. A request that
+        arrives during a weight sync waits for it.
         """
-        self._check_ready()
         request_id = next(self._request_ids)
         ids = [int(token) for token in prompt_ids]
         waiter: Waiter = asyncio.get_running_loop().create_future()
@@ -165,6 +184,7 @@ class BatchedEngine:
 
         def abort(core: Core) -> None:
             self._waiting.pop(request_id, None)
+            self._spans.pop(request_id, None)
             core.abort(request_id)
 
         self._new_requests.put(add)
@@ -217,13 +237,18 @@ class BatchedEngine:
                 self._jobs.put(add_all)
 
     def load_weights(
-        self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        expected_fingerprint: int,
+        is_probed: bool = False,
     ) -> None:
-        """Replace all weights; see `Engine.load_weights`. `named` is consumed on the engine's
-        thread."""
+        """Replace all weights between two steps; see `Engine.load_weights`. `named` is consumed on
+        the engine's thread."""
 
         def load(core: Core) -> None:
             self._load(core, named, version, expected_fingerprint)
+            self._awaits_probe = is_probed
 
         self._call(load)
 
@@ -234,7 +259,7 @@ class BatchedEngine:
         version: int,
         expected_fingerprint: int,
     ) -> None:
-        if core.pending():
+        if core.pending() and not self._swaps:
             raise WeightSyncError(
                 f"{core.pending()} requests are still running; "
                 "a sequence must not mix weight versions"
@@ -245,6 +270,7 @@ class BatchedEngine:
             f"the sync to weight version {version} did not complete; sync again"
         )
         try:
+            self._note_versions(core)
             core.load(named)
             core.reset_caches()
             found = core.fingerprint()
@@ -273,6 +299,17 @@ class BatchedEngine:
         self._version_before = self.version
         self.version = version
         self._not_ready_reason = None
+        self._last_step = time.monotonic()
+
+    def _note_versions(self, core: Core) -> None:
+        """Note that the current version sampled the newest tokens of running requests."""
+        if core.pending():
+            for request_id, count in core.progress().items():
+                self._extend(self._spans.setdefault(request_id, []), count)
+
+    def _extend(self, spans: Spans, count: int) -> None:
+        """Note that the current version sampled the newest of `count` tokens."""
+        extend_spans(spans, self.version, count - sum(tokens for _, tokens in spans))
 
     def check_log_probs(self, probe: Probe) -> Gap:
         """Score the probe's tokens with the weights just loaded; see `Engine.check_log_probs`."""
@@ -282,7 +319,9 @@ class BatchedEngine:
             version = self.version
             found = gap(probe, core.log_probs(list(probe.ids)))
             if found.is_within(probe.limit):
+                self._awaits_probe = False
                 return found
+            self._note_versions(core)
             self.version = self._version_before
             self._not_ready_reason = (
                 f"its log-probs after the sync to version {version} are not the trainer's; "
@@ -391,7 +430,7 @@ class BatchedEngine:
             while not self._closing:
                 self._run_jobs(core)
                 progress.here.requests = core.pending()
-                if core.pending():
+                if self._may_step(core):
                     self._resolve(core.step())
                     self._last_step = time.monotonic()
                     progress.tick()
@@ -407,9 +446,13 @@ class BatchedEngine:
         self._waiting.clear()
         core.close()
 
+    def _may_step(self, core: Core) -> bool:
+        """Whether there are requests, and verified weights for them."""
+        return core.pending() > 0 and self._not_ready_reason is None and not self._awaits_probe
+
     def _run_jobs(self, core: Core) -> None:
-        """Run all queued jobs. If nothing is being generated, wait for a job first."""
-        if not core.pending():
+        """Run all queued jobs. If nothing can be generated, wait for a job first."""
+        if not self._may_step(core):
             self._jobs.get()(core)
         while not self._jobs.empty():
             self._jobs.get()(core)
@@ -419,9 +462,11 @@ class BatchedEngine:
         answers: list[tuple[Waiter, Completion | Exception]] = []
         for request in step:
             waiter = self._waiting.pop(request.request_id, None)
+            spans = self._spans.pop(request.request_id, [])
             if waiter is not None:
+                self._extend(spans, len(request.ids))
                 completion = Completion(
-                    request.ids, request.log_probs, request.finish_reason, self.version
+                    request.ids, request.log_probs, request.finish_reason, spans
                 )
                 answers.append((waiter, completion))
         _answer(answers)
@@ -519,5 +564,6 @@ def build_engine(
     return BatchedEngine(
         lambda: make_core(options),
         has_weights=pretrained,
+        swaps=bool(rollout.kv_at_update),
         request_timeout_s=rollout.request_timeout_s,
     )

@@ -17,6 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.probe import Gap, Probe
 
+Spans = list[tuple[int, int]]
+"""(weight version, number of tokens that it sampled) of consecutive tokens, oldest first."""
+
 _SEED_STEP = 0x9E3779B97F4A7C15  # the increment of SplitMix64
 _SEED_LIMIT = 1 << 63
 
@@ -107,8 +110,8 @@ class Completion:
     finish_reason: str
     """"stop" (end of sequence or stop string), "length" (max_tokens reached) or "abort" (the engine
     gave up)."""
-    weight_version: int
-    """Version of the weights that sampled all of its tokens."""
+    weight_versions: Spans
+    """Versions of the weights that sampled its tokens. Several if weights were loaded meanwhile."""
 
 
 class Status(StrEnum):
@@ -142,8 +145,8 @@ class Trajectory:
     status: Status = Status.DONE
     error: str | None = None
     """With status ERROR: exception class and message."""
-    weight_versions: list[int] = field(default_factory=list)
-    """Weight version of each generation call."""
+    weight_versions: Spans = field(default_factory=list)
+    """Versions of the weights that sampled its tokens, observations not counted."""
     turns: int = 0
     """Number of completed generation calls."""
     invalid_turns: int = 0
@@ -169,16 +172,18 @@ class Trajectory:
 
     def append_sampled(self, completion: Completion) -> None:
         """Append the tokens of one generation call."""
-        if len(completion.ids) != len(completion.log_probs):
+        versioned = sum(count for _, count in completion.weight_versions)
+        if not len(completion.ids) == len(completion.log_probs) == versioned:
             raise EngineError(
                 f"the engine returned {len(completion.ids)} tokens but "
-                f"{len(completion.log_probs)} log-probs"
+                f"{len(completion.log_probs)} log-probs and the weight versions of {versioned}"
             )
         self.response_ids += completion.ids
         self.response_mask += [1] * len(completion.ids)
         self.log_probs += completion.log_probs
         self.segments.append(("model", len(completion.ids)))
-        self.weight_versions.append(completion.weight_version)
+        for version, count in completion.weight_versions:
+            extend_spans(self.weight_versions, version, count)
         self.turns += 1
 
     def append_observation(self, ids: Sequence[int]) -> None:
@@ -212,19 +217,28 @@ class Engine(Protocol):
         ...
 
     def load_weights(
-        self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        expected_fingerprint: int,
+        is_probed: bool = False,
     ) -> None:
         """Replace all weights, reset caches, verify the fingerprint, and only then adopt `version`.
+
+        Running requests keep their tokens and go on with the new weights. Until a sync has
+        succeeded, they wait.
 
         Args:
             named: (Hugging Face name, full tensor) of each weight; tied weights once.
             version: the version to adopt on success.
             expected_fingerprint: the trainer's `weights.fingerprint.fingerprint` in this engine's
                 dtype.
+            is_probed: requests wait until `check_log_probs` has succeeded, too.
 
         Raises:
-            WeightSyncError: the sync failed. The version is unchanged and `generate` refuses until
-                a sync succeeds.
+            WeightSyncError: the sync failed, or requests run and the engine was not built for that
+                (`GenerationSpec.kv_at_update`). The version is unchanged, and after a failure
+                `generate` refuses until a sync succeeds.
         """
         ...
 
@@ -253,6 +267,16 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop the engine. Running requests raise EngineError."""
         ...
+
+
+def extend_spans(spans: Spans, version: int, count: int) -> None:
+    """Append `count` tokens that `version` sampled."""
+    if count < 0:
+        raise ValueError(f"{-count} tokens disappeared that {spans} had sampled")
+    if spans and spans[-1][0] == version:
+        count += spans.pop()[1]
+    if count:
+        spans.append((version, count))
 
 
 def with_seed(sampling: Sampling, turn: int) -> Sampling:

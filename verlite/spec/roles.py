@@ -315,6 +315,9 @@ class GenerationSpec:
     syncs_adapters: bool = False
     sync_bucket_mb: int = 512
     request_timeout_s: float = 1800.0
+    kv_at_update: str = ""
+    """What happens to the keys and values of running requests when weights are loaded: "fresh",
+    "salted" or "mixed". "": no weights are loaded while requests run."""
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,8 @@ class RolloutWorker(Worker):
 
     def _load(self, named: Iterable[tuple[str, torch.Tensor]], offer: Offer) -> None:
         self.engine.wake("weights")
-        self.engine.load_weights(named, offer.version, offer.fingerprint)
+        is_probed = offer.probe is not None
+        self.engine.load_weights(named, offer.version, offer.fingerprint, is_probed)
 
     @register("all")
     def release_weights(self) -> None:
@@ -401,7 +402,7 @@ def as_columns(
         np.asarray(t.response_mask, dtype=np.int8) * ok
         for t, ok in zip(trajectories, valid, strict=True)
     ]
-    versions = [t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories]
+    versions = [[version for version, _ in t.weight_versions] for t in trajectories]
     tensors = {
         "prompt_length": _int_tensor(len(t.prompt_ids) for t in trajectories),
         "response_length": _int_tensor(len(t.response_ids) for t in trajectories),
@@ -411,7 +412,8 @@ def as_columns(
         "reward_seconds": torch.full((len(trajectories),), waited_s),
         "turns": _int_tensor(t.turns for t in trajectories),
         "num_turns": _int_tensor(t.num_turns for t in trajectories),
-        "weight_version": _int_tensor(versions),
+        "weight_version": _int_tensor(row[-1] if row else -1 for row in versions),
+        "oldest_version": _int_tensor(min(row, default=-1) for row in versions),
     }
     columns = {
         "prompt_ids": [np.asarray(t.prompt_ids, dtype=np.int32) for t in trajectories],
@@ -426,6 +428,7 @@ def as_columns(
         "reward_parts": [result.parts for result in scored],
         "reward_traceback": [result.traceback or result.error for result in scored],
         "text": [response.text for response in decoded],
+        "version_spans": [t.weight_versions for t in trajectories],
     }
     if multi_turn:
         tensors |= {

@@ -96,6 +96,7 @@ class HFCore:
         self.device = options.device
         self.max_num_seqs = options.rollout.max_num_seqs
         self.max_model_len = options.max_model_len
+        self._kv_at_update = options.rollout.kv_at_update
         self._utilization = options.rollout.gpu_memory_utilization
         self._eos = torch.tensor(
             sorted(eos_ids(model.path, self.model, self.tokenizer)),
@@ -170,6 +171,14 @@ class HFCore:
             "stop" if is_stopped else "length",
         )
 
+    def progress(self) -> dict[int, int]:
+        """Return {request: number of its tokens so far}."""
+        positions = self._position[: len(self._rows)].tolist()
+        return {
+            row.request_id: position + 1 - row.prompt_length
+            for row, position in zip(self._rows, positions, strict=True)
+        }
+
     # Weights and memory
 
     @torch.no_grad()
@@ -215,8 +224,13 @@ class HFCore:
             if name not in report["missing_keys"]
         }
 
+    @torch.inference_mode()
     def reset_caches(self) -> None:
-        """Do nothing: keys and values are recomputed for each request."""
+        """With rollout.kv_at_update=fresh, recompute the keys and values of running requests.
+        Without a cache they are recomputed in each step."""
+        if self._is_caching and self._kv_at_update == "fresh":
+            lengths = self._position[: len(self._rows)].tolist()
+            self._prefill({row: self._tokens[row, :n].tolist() for row, n in enumerate(lengths)})
 
     def fingerprint(self) -> int:
         """Return the fingerprint of the model's tensors, tied ones once."""
@@ -373,7 +387,7 @@ class HFCore:
         fill(self._stops_at_eos, [not s.ignore_eos for s in samplings])
         self._update_flags()
         if self._is_caching:
-            self._prefill([prompt[:-1] for prompt in prompts], first)
+            self._prefill({row: prompt[:-1] for row, prompt in enumerate(prompts, first)})
 
     def _random_key(self, sampling: Sampling) -> int:
         seed = sampling.seed
@@ -384,11 +398,11 @@ class HFCore:
             return self.vocab_size
         return min(sampling.top_k, self.vocab_size)
 
-    def _prefill(self, contexts: list[list[int]], first: int) -> None:
-        """Fill the cache of rows first, first + 1, ... with their contexts, which are sorted by
-        length."""
+    def _prefill(self, contexts: dict[int, list[int]]) -> None:
+        """Fill the cache of each row with its context."""
         batch: dict[tuple[int, ...], list[int]] = {}
-        for row, context in enumerate(map(tuple, contexts), first):
+        for row, ids in sorted(contexts.items(), key=lambda item: len(item[1])):
+            context = tuple(ids)
             if not context:
                 continue
             is_full = (len(batch) + 1) * len(context) > _PREFILL_TOKENS
@@ -583,7 +597,7 @@ class HFCore:
             self._tokens[i, : len(sequence)] = torch.tensor(sequence)
         self._is_caching = is_caching
         if is_caching:
-            self._prefill([sequence[:-2] for sequence in contexts], 0)
+            self._prefill({row: sequence[:-2] for row, sequence in enumerate(contexts)})
             rows = self._row_index
             self._next_logits(self._tokens[rows, last - 1], last - 1)
         return self._next_logits(self._tokens[self._row_index, last], last)

@@ -32,6 +32,11 @@ class ServerCore:
 
     def __init__(self, options: EngineOptions) -> None:
         rollout, model = options.rollout, options.model
+        if rollout.kv_at_update:
+            raise ValueError(
+                "rollout.name=server: weights cannot be loaded while requests run. Use "
+                "rollout.name=vllm or hf, or async_training.partial_rollout=false"
+            )
         if options.pretrained:
             raise ValueError("rollout.name=server: servers get their weights from the trainer")
         self.tokenizer = AutoTokenizer.from_pretrained(
@@ -105,6 +110,10 @@ class ServerCore:
     def step(self) -> list[FinishedRequest]:
         """Send requests and return the answers that came."""
         return [_finished(*answer) for answer in self._run(self._pool.turn(_STEP_S))]
+
+    def progress(self) -> dict[int, int]:
+        """Not needed: see the constructor."""
+        raise NotImplementedError
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Let the servers load the weights and reset their caches."""

@@ -27,6 +27,7 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from verlite.machine import old_vllm
@@ -54,6 +55,13 @@ class VLLMCore:
             # Several engines and trainers share the cores, so vLLM must not bind its threads to
             # them.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self._kv_at_update = options.rollout.kv_at_update
+        if self._kv_at_update and options.rollout.syncs_adapters:
+            raise ValueError(
+                "rollout.lora_sync=adapter: a running request keeps its adapter, so weights cannot "
+                "be loaded while requests run. Use rollout.lora_sync=merged, or "
+                "async_training.partial_rollout=false"
+            )
         args = engine_args(options)
         self._shards = options.rollout.tensor_model_parallel_size
         with dividing(self._shards):  # a worker of one shard is this process
@@ -68,6 +76,8 @@ class VLLMCore:
         self._syncs_adapters = options.rollout.syncs_adapters
         self._adapter: LoRARequest | None = None
         self._adapter_ids = itertools.count(1)
+        self._completed: list[FinishedRequest] = []  # which the next step returns
+        self._loads = 0
         # Even in eager mode vLLM compiles one sampling helper, which takes as long as the rest of
         # the start.
         self._stance = "force_eager" if args.enforce_eager else "default"
@@ -93,19 +103,44 @@ class VLLMCore:
         self._add_request(str(request_id), prompt_ids, params)
 
     def _add_request(self, name: str, ids: list[int], params: SamplingParams) -> None:
-        self.engine.add_request(name, tokens_input(ids), params, lora_request=self._adapter)
+        prompt = tokens_input(ids, cache_salt=self._salt())
+        self.engine.add_request(name, prompt, params, lora_request=self._adapter)
+
+    def _salt(self) -> str | None:
+        """Return the salt of the prefix cache: requests with different salts share no blocks."""
+        return f"load {self._loads}" if self._kv_at_update == "salted" else None
 
     def abort(self, request_id: int) -> None:
         """Drop a request."""
+        self._completed = [done for done in self._completed if done.request_id != request_id]
         self.engine.abort_request([str(request_id)])
 
     def pending(self) -> int:
         """Return the number of queued and running requests."""
-        return self.engine.get_num_unfinished_requests()
+        return self.engine.get_num_unfinished_requests() + len(self._completed)
 
     def step(self) -> list[FinishedRequest]:
         """Advance all running sequences."""
-        return [_finished_request(output) for output in self._finished_outputs()]
+        completed, self._completed = self._completed, []
+        return completed + [_finished_request(output) for output in self._finished_outputs()]
+
+    def progress(self) -> dict[int, int]:
+        """Return {request: number of its tokens so far}, after the steps that vLLM's asynchronous
+        scheduling has begun."""
+        core = self._engine_core()
+        if core.batch_queue:
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            while core.batch_queue:
+                self._completed += map(_finished_request, self._finished_outputs())
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        running: Iterable[Any] = self.engine.output_processor.request_states.values()
+        counts = {int(r.external_req_id): r.detokenizer.num_output_tokens() for r in running}
+        return counts | {done.request_id: len(done.ids) for done in self._completed}
+
+    def _engine_core(self) -> Any:
+        """Return vLLM's scheduling engine, which is in this process."""
+        client: Any = self.engine.engine_core
+        return client.engine_core
 
     def _finished_outputs(self) -> list[Any]:
         with torch.compiler.set_stance(self._stance):
@@ -124,7 +159,11 @@ class VLLMCore:
         self._add_request(_LOG_PROBS_REQUEST, ids, params)
         finished: list[Any] = []
         while not finished:
-            finished = self._finished_outputs()
+            for output in self._finished_outputs():
+                if output.request_id == _LOG_PROBS_REQUEST:
+                    finished.append(output)
+                else:
+                    self._completed.append(_finished_request(output))
         scored = finished[0].prompt_logprobs[1:]
         return [found[token].logprob for found, token in zip(scored, ids[1:], strict=True)]
 
@@ -156,9 +195,25 @@ class VLLMCore:
         return vllm_worker.adapter_request(number)
 
     def reset_caches(self) -> None:
-        """Drop all cached prefixes."""
-        if not self.engine.reset_prefix_cache():
+        """Drop all cached prefixes; those that running requests use as rollout.kv_at_update says.
+
+        Without `reset_running_requests` vLLM refuses to reset its cache while requests run.
+        """
+        self._loads += 1
+        if self._kv_at_update in ("salted", "mixed") and self.pending():
+            if self._kv_at_update == "salted":
+                self._salt_queued_requests()
+            return
+        if not self.engine.reset_prefix_cache(reset_running_requests=self._kv_at_update == "fresh"):
             raise RuntimeError("vLLM did not reset its prefix cache")
+
+    def _salt_queued_requests(self) -> None:
+        """Give requests that have computed nothing the new salt."""
+        for request in self._engine_core().scheduler.requests.values():
+            if not request.num_computed_tokens and not request.num_preemptions:
+                request.cache_salt = self._salt()
+                request.block_hashes.clear()
+                request.update_block_hashes()
 
     def fingerprint(self) -> int:
         """Return the fingerprint of the weights in vLLM's layers; see `vllm_worker`."""
