@@ -1,6 +1,7 @@
 """What the configuration of one command consists of: its schema, other names of its keys, rules."""
 
 import functools
+import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,22 @@ class Command:
 
     @functools.cached_property
     def tree(self) -> DictConfig:
-        """The schema as a tree to copy. Copying takes a quarter of the time of building it."""
+        """The schema's defaults. Do not change it: `new_tree` gives a copy."""
         return OmegaConf.structured(self.schema)
+
+    @functools.cached_property
+    def required(self) -> frozenset[str]:
+        """The keys without a default."""
+        return frozenset(OmegaConf.missing_keys(self.tree))
+
+    @functools.cached_property
+    def _pickled(self) -> bytes:
+        return pickle.dumps(self.tree)
+
+    def new_tree(self) -> DictConfig:
+        """Return a copy of `tree`. deepcopy would take four times as long."""
+        copied: DictConfig = pickle.loads(self._pickled)
+        return copied
 
     def find(self, name: str) -> Key | None:
         """Return the key, or the free mapping that `name` is an entry of, or None."""

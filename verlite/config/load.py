@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
 from verlite.config import keys, translation, verl, verl_code
@@ -255,7 +255,7 @@ class _Builder:
     def __init__(self, command: Command) -> None:
         self.command = command
         self.tables = command.tables
-        self.tree: DictConfig = copy.deepcopy(command.tree)
+        self.tree = command.new_tree()
         self.problems: list[Problem] = []
         self.provenance: dict[str, str] = dict.fromkeys(command.leaves, DEFAULT)
         self.user_keys: set[str] = set()
@@ -566,7 +566,7 @@ class _Builder:
         for name in self.command.leaves:
             self._resolve(name)
         self._turn_on()
-        for name in sorted(OmegaConf.missing_keys(self.tree)):
+        for name in sorted(filter(self._is_missing, self.command.required | self.user_keys)):
             if name not in self.broken:
                 doc = self.command.keys[name].doc
                 self.problems.append(Problem(name, None, "must be given", doc))
@@ -738,9 +738,9 @@ class _Builder:
 
         With the default the other rules can still be checked.
         """
-        parent, _, last = name.rpartition(".")
-        section = OmegaConf.select(self.tree, parent) if parent else self.tree
-        if OmegaConf.is_missing(section, last):
+        section, last = self._place(name)
+        node = section._get_node(last)
+        if isinstance(node, ValueNode) and not node._is_interpolation():
             return
         try:
             value = section[last]
@@ -753,10 +753,21 @@ class _Builder:
             self.broken.add(name)
             self._to_default(name)
 
+    def _is_missing(self, name: str) -> bool:
+        section, last = self._place(name)
+        return OmegaConf.is_missing(section, last)
+
+    def _place(self, name: str, tree: DictConfig | None = None) -> tuple[DictConfig, str]:
+        """Return the section of a tree, by default of this one, and the key's name in it."""
+        *parents, last = name.split(".")
+        section: Any = self.tree if tree is None else tree
+        for parent in parents:
+            section = section._get_node(parent)
+        return section, last
+
     def _to_default(self, name: str) -> None:
-        parent, _, last = name.rpartition(".")
-        defaults = OmegaConf.select(self.command.tree, parent) if parent else self.command.tree
-        section = OmegaConf.select(self.tree, parent) if parent else self.tree
+        defaults, last = self._place(name, self.command.tree)
+        section, _ = self._place(name)
         section._set_item_impl(last, copy.deepcopy(defaults._get_node(last)))
 
 

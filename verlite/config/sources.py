@@ -214,14 +214,15 @@ def from_our_yaml(name: str, command: Command = PPO) -> list[Assignment]:
     return from_yaml(name, None, (), command)
 
 
-def our_names(command: Command = PPO) -> list[str]:
+@functools.cache
+def our_names(command: Command = PPO) -> tuple[str, ...]:
     """Return the names of verlite's own YAML files that fit a command's schema."""
     names = []
     for file in sorted(conf_dir().glob("*.yaml")):
         used = set(yaml.safe_load(file.read_text(encoding="utf-8")))
         if used - {"defaults", "hydra"} <= command.sections:
             names.append(file.stem)
-    return names
+    return tuple(names)
 
 
 def from_yaml(
