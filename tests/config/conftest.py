@@ -12,6 +12,9 @@ import pytest
 from tests.models import tiny_tokenizer
 from verlite.config import Loaded, compose
 
+FAR = "is far from published values"
+"""Part of each note on a value that is probably a mistake."""
+
 
 @dataclass(frozen=True)
 class Material:
@@ -120,7 +123,11 @@ def material(tmp_path_factory) -> Material:
     return Material(folder)
 
 
+def hide_gpus(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("CUDA_VISIBLE_DEVICES", "")
+    patch.delenv("RAY_ADDRESS", raising=False)
+
+
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    hide_gpus(monkeypatch)

@@ -6,6 +6,7 @@
 import pytest
 
 from tests.config import verl_page
+from tests.config.conftest import FAR
 from tests.config.verl_commands import material, published
 from verlite.config import verl
 from verlite.config.problems import notes_text
@@ -22,6 +23,7 @@ def folder(tmp_path_factory):
 def test_published_command(folder, published):
     verdict, notes = published.judge(folder)
     assert verdict == published.verdict
+    assert not [note for note in map(str, notes) if FAR in note]
     remarks = [note for note in notes if note.kind == "remark"]
     assert len(str(notes_text(notes)).splitlines()) <= 3 + len(remarks)
 
@@ -41,6 +43,7 @@ def test_the_page_compresses_only_whole_sections():
 
 def test_enough_commands():
     assert len(COMMANDS) >= 80
+    assert sum(command.verdict == "accepted" for command in COMMANDS) > 40
 
 
 def test_verls_defaults_are_compared_by_type():

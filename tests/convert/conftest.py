@@ -48,7 +48,12 @@ class Files:
         tiny_tokenizer().save_pretrained(folder / "model")
         described = {
             "model_type": "qwen2",
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
             "num_attention_heads": 16,
+            "num_key_value_heads": 16,
             "max_position_embeddings": 65536,
         }
         (folder / "model" / "config.json").write_text(json.dumps(described))
