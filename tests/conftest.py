@@ -1,6 +1,8 @@
 """Fixtures and settings shared by all tests."""
 
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +36,13 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+WHOLE_FILE = re.compile(r"^pytestmark = .*\bmark\.process\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of tests that start processes, vLLM's above all, for `make check`."""
+    if config.option.markexpr != "not process" or collection_path.suffix != ".py":
+        return None
+    return bool(WHOLE_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
