@@ -17,6 +17,7 @@ BALANCING = "verlite.algorithms.balancing:"
 CORRECTION = "verlite.algorithms.rollout_correction:"
 SHAPING = "verlite.algorithms.shaping:"
 GAP = "verlite.algorithms.gap:"
+STALENESS = "verlite.algorithms.staleness:"
 
 
 def _inputs(name, change):
@@ -581,5 +582,24 @@ MUTANTS = [
         "verlite.algorithms.attention:_flash_fits",
         returns(True),
         (T + "attention.py",),
+    ),
+    # asynchronous training
+    Mutant(
+        "only the newest version of a response has an age",
+        STALENESS + "age_metrics",
+        argument("spans", lambda spans: [row[-1:] for row in spans]),
+        (T + "staleness.py",),
+    ),
+    Mutant(
+        "the effective sample size of responses is that of tokens",
+        STALENESS + "effective_sample_size",
+        argument("level", lambda level: "token"),
+        (T + "staleness.py",),
+    ),
+    Mutant(
+        "equal lengths count once",
+        STALENESS + "length_distance",
+        argument("sampled", lambda lengths: lengths.unique()),
+        (T + "staleness.py",),
     ),
 ]
