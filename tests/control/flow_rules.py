@@ -52,7 +52,7 @@ class FlowRules:
         self.gone: Counter[str] = Counter()
         self.trained_numbers: list[list[int]] = []
         self.version = 0
-        self.up: set[int] = set(range(schedule.engines))
+        self.up: set[int] = set(range(world.engines))
         self.step_at = 0.0
         self.saved: tuple[dict[int, Entry], list[list[int]]] = ({}, [])
 
@@ -79,7 +79,8 @@ class FlowRules:
         for entry in self.alive.values():
             own[entry.state] += 1
         if counts != own:
-            self.check(False, f"ledger: {counts}, but {own}")
+            differ = {str(s): (counts[s], own[s]) for s in State if counts[s] != own[s]}
+            self.check(False, f"ledger: groups in the flow, and in truth: {differ}")
 
     # Admission and starts
 
@@ -129,9 +130,17 @@ class FlowRules:
             entry.state = "ready"
             entry.oldest = oldest or entry.oldest
 
-    def left(self, number: int, state: str, done: bool) -> None:
+    def filtered(self, number: int, done: bool) -> None:
+        self._left(number, "filtered", done, self.entries[number].state == "ready")
+
+    def failed(self, number: int, attempt: int, done: bool) -> None:
         entry = self.entries[number]
-        self.check(done == (entry.state in ALIVE), f"ledger: {number} was {entry.state}: {done}")
+        wanted = entry.state in ALIVE and entry.attempt == attempt
+        self._left(number, "failed", done, wanted)
+
+    def _left(self, number: int, state: str, done: bool, wanted: bool) -> None:
+        is_in = self.entries[number].state
+        self.check(done == wanted, f"ledger: group {number} is {is_in}, {state}: {done}")
         if done:
             self.settle(number, state)
 
@@ -241,7 +250,7 @@ class FlowRules:
         for number, entry in self.alive.items():
             if entry.state == "running" or (entry.state == "ready" and number not in kept):
                 self.put_back(entry)
-        self.version, self.up = 0, set(range(self.schedule.engines))
+        self.version, self.up = 0, set(range(self.world.engines))
         self.step_at = self.world.now
 
     def ended(self) -> None:

@@ -10,8 +10,8 @@ from tests.control.schedule import Fault
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """Faults: engine: the engine `name` dies; cut: it works, but its answers come after it was
-    given up; kill: the process is killed; stop: it is asked to stop."""
+    """Faults: engine: the engine `name` dies; cut: it works, but its answers are lost or come
+    after it was given up; kill: the process is killed; stop: it is asked to stop."""
 
     seed: int
     total_steps: int = 3
@@ -19,6 +19,8 @@ class FlowSchedule:
     bound: int = 1
     depth: int = 1
     engines: int = 2
+    engines_later: int = 2
+    """After a resume."""
     swaps: bool = True
     slots: int = 2
     """Groups that an engine samples at once; others wait in its queue."""
@@ -66,7 +68,7 @@ class FlowSchedule:
                             ("tells_oldest", False), ("feeds", False)):  # fmt: skip
             if getattr(self, name) != plain:
                 yield replace(self, **{name: plain})
-        for name in ("engines", "groups_per_step", "bound", "depth"):
+        for name in ("engines", "engines_later", "groups_per_step", "bound", "depth"):
             if getattr(self, name) > 1:
                 yield replace(self, **{name: getattr(self, name) - 1})
 
@@ -82,6 +84,7 @@ def flow_schedule(seed: int) -> FlowSchedule:
         bound=pick((0, 1, 1, 2, 3, 4)),
         depth=pick((0, 1, 1, 2, 3, 4)),
         engines=pick((1, 2, 3)),
+        engines_later=pick((1, 2, 3)),
         swaps=chance() < 0.6,
         slots=pick((1, 2, 8)),
         median_s=uniform(1.0, 30.0),

@@ -68,6 +68,7 @@ class FlowWorld:
         self.faults = list(schedule.faults)
         self.saved: tuple[str, dict[int, Sample]] | None = None
         self.known: dict[int, Facts] = {}
+        self.engines = schedule.engines
         self.rules = FlowRules(self, schedule)
 
     def facts(self, number: int) -> Facts:
@@ -88,6 +89,7 @@ class FlowWorld:
                     return self.rules.ended()
             except Killed:
                 pass
+            self.engines = self.schedule.engines_later
             self.now += 1.0
         raise Broken("progress: the run does not end")
 
@@ -98,7 +100,7 @@ class Process:
     def __init__(self, world: FlowWorld) -> None:
         self.world, self.schedule, self.rules = world, world.schedule, world.rules
         s = world.schedule
-        self.flow = Flow(s.groups_per_step, s.bound, s.depth, s.engines, s.swaps, s.total_steps)
+        self.flow = Flow(s.groups_per_step, s.bound, s.depth, world.engines, s.swaps, s.total_steps)
         self.data: dict[int, Sample] = {}
         self.fetched: dict[int, Sample] = {}
         """The samples of the step that is being trained."""
@@ -106,7 +108,7 @@ class Process:
             text, self.data = world.saved[0], dict(world.saved[1])
             self.flow.load_state_dict(json.loads(text), ready=self.data)
         self.rules.resumed(set(self.data))
-        self.engines = {number: Engine(number) for number in range(s.engines)}
+        self.engines = {number: Engine(number) for number in range(world.engines)}
         self.saved_step = self.flow.step
         self.started_again: list[int] = []
         """Engines that wait for their weights."""
@@ -258,12 +260,13 @@ class Process:
     def answer(self, engine: Engine, number: int, attempt: int, oldest: int) -> None:
         flow, rules, facts = self.flow, self.rules, self.world.facts(number)
         if not facts.works:
-            return rules.left(number, "failed", flow.failed(number, "too long"))
+            done = flow.failed(number, "too long", attempt)
+            return rules.failed(number, attempt, done)
         told = oldest if self.schedule.tells_oldest else None
         kept = flow.finished(number, told, attempt)
         rules.answered(number, attempt, told, kept)
         if kept and not facts.teaches:
-            rules.left(number, "filtered", flow.filtered(number, "equal scores"))
+            rules.filtered(number, flow.filtered(number, "equal scores"))
         elif kept:
             self.data[number] = Sample(oldest, engine)
         return None
@@ -277,7 +280,7 @@ class Process:
         if fault.kind == "stop":
             self.stops = True
             return
-        engine = self.engines[int(fault.name)]
+        engine = self.engines[int(fault.name) % len(self.engines)]
         if not engine.alive or engine.held is not None:
             return
         if fault.kind == "cut":
@@ -299,7 +302,8 @@ class Process:
             del self.data[number]
         self.rules.lost(engine.number, ready, self.flow.engine_lost(engine.number, ready))
         for answer in engine.held or ():
-            self.after(self.upto(20.0), self.answer, *answer)
+            if self.world.draw.random() < 0.7:  # others are lost
+                self.after(self.upto(20.0), self.answer, *answer)
         if engine.held is not None:
             engine.held = []  # what it still samples, nobody hears
         self.after(self.schedule.restart_s, self.started_again.append, engine.number)

@@ -138,6 +138,7 @@ def test_an_answer_counts_once_and_only_for_its_attempt():
     one.engine_lost(0)  # ran 1
     assert not one.finished(1, attempt=0)
     one.assign()
+    assert not one.failed(1, "late", attempt=0) and not one.filtered(1, "runs")
     assert not one.finished(1, attempt=0) and one.finished(1, attempt=1)
     step(one)
     assert not one.finished(0) and not one.filtered(0, "late") and not one.failed(1, "late")
@@ -245,6 +246,16 @@ def test_only_what_is_ready_is_trained_once(numbers, message):
         one.trained(numbers)
 
 
+def test_what_is_trained_is_forgotten():
+    one = flow(size=3, bound=2)
+    sizes = []
+    for _ in range(50):
+        finish(one, *start(one))
+        step(one)
+        sizes.append((len(one.groups), len(one.state_dict()["groups"])))
+    assert set(sizes) == {(6, 6)} and one.gone == {State.TRAINED: 150}
+
+
 # Weights
 
 
@@ -283,7 +294,7 @@ def test_a_checkpoint_has_every_group_that_is_alive():
     one = flow(size=2, bound=2)
     start(one)  # 0 to 5
     finish(one, 0, 1, 2, 3)
-    one.filtered(5, "x")
+    one.failed(5, "x")
     step(one)  # 0, 1
     one.draw(1)
     state = json.loads(json.dumps(one.state_dict()))
@@ -292,7 +303,7 @@ def test_a_checkpoint_has_every_group_that_is_alive():
     assert (kept.step, kept.version, kept.reasons) == (1, 0, {"x": 1})
     assert kept.counts() == {
         State.QUEUED: 3, State.RUNNING: 0, State.READY: 1,
-        State.TRAINED: 2, State.FILTERED: 1, State.FAILED: 0,
+        State.TRAINED: 2, State.FILTERED: 0, State.FAILED: 1,
     }  # fmt: skip
     assert kept.groups[3].oldest == 1
     kept.published()
@@ -397,11 +408,13 @@ def test_decisions_are_those_of_a_naive_reference(seed):
             oldest = draw.randint(naive.groups[number][1], naive.step + 1)
             assert one.finished(number, oldest)
             naive.groups[number] = ("ready", oldest)
-        alive = naive.all("queued", "running", "ready")
-        if alive and draw.random() < 0.1:
-            number = draw.choice(alive)
-            assert one.filtered(number, "x")
-            naive.groups[number] = ("filtered", None)
+        for state, leave in (("filtered", one.filtered), ("failed", one.failed)):
+            if naive.groups and draw.random() < 0.05:
+                number = draw.randrange(len(naive.groups))
+                may = ["ready"] if state == "filtered" else ["queued", "running", "ready"]
+                assert leave(number, "x") == (naive.groups[number][0] in may)
+                if naive.groups[number][0] in may:
+                    naive.groups[number] = (state, None)
         if draw.random() < 0.05:
             for number in one.engine_lost(draw.randrange(3)):
                 assert naive.groups[number][0] == "running"

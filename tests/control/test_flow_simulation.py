@@ -139,7 +139,7 @@ def test_trained_groups_are_as_long_as_sampled_ones(monkeypatch):
     def drops(self, engine, number, attempt, oldest):
         answer(self, engine, number, attempt, oldest)
         if number in self.data and self.flow.step + 1 - oldest > 1:
-            self.rules.left(number, "filtered", self.flow.filtered(number, "too old"))
+            self.rules.filtered(number, self.flow.filtered(number, "too old"))
             del self.data[number]
 
     monkeypatch.setattr(Process, "answer", drops)

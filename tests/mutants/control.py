@@ -112,6 +112,10 @@ def _not_put_back(original, self, engine, ready=()):
     return []
 
 
+def _any_failure(original, self, number, reason, attempt=None):
+    return original(self, number, reason)
+
+
 def _without_lost_data(original, self, engine, ready=()):
     return original(self, engine)
 
@@ -128,7 +132,7 @@ def _newest_counts(original, self, number, oldest=None, attempt=None):
     return original(self, number, self.version, attempt)
 
 
-def _is_a_success(original, self, number, reason):
+def _is_a_success(original, self, number, reason, attempt=None):
     return self.finished(number)
 
 
@@ -195,7 +199,7 @@ def _on_one_engine(original, self):
     return {}
 
 
-def _put_back_last(original, self, group):
+def _attempts_uncounted(original, self, group):
     original(self, group)
     self.groups[group.number].attempt = 0
 
@@ -384,6 +388,12 @@ MUTANTS = [
         "a late answer counts for another attempt", FLOW + "finished", calls(_any_attempt), FLOWS
     ),
     Mutant(
+        "a late failure counts for another attempt, whose engine goes on with it",
+        FLOW + "failed",
+        calls(_any_failure),
+        FLOWS,
+    ),
+    Mutant(
         "the newest version of a group counts, not the oldest",
         FLOW + "finished",
         calls(_newest_counts),
@@ -409,9 +419,9 @@ MUTANTS = [
     Mutant("the newest groups are trained first", FLOW + "choose", calls(_newest_first), FLOWS),
     Mutant("one engine gets all groups", FLOW + "assign", calls(_on_one_engine), FLOWS),
     Mutant(
-        "groups that were put back start last and their late answers count",
+        "attempts are not counted, so a late answer counts for the next one",
         FLOW + "_put_back",
-        calls(_put_back_last),
+        calls(_attempts_uncounted),
         FLOWS,
     ),
 ]

@@ -196,7 +196,7 @@ class Flow:
         group = self._find(number)
         if group is None or group.state is not State.RUNNING:
             return False
-        if attempt is not None and attempt != group.attempt:
+        if attempt not in (None, group.attempt):
             return False
         assert group.engine is not None and group.oldest is not None
         if oldest is not None and oldest != group.oldest:
@@ -216,28 +216,38 @@ class Flow:
         return True
 
     def filtered(self, number: int, reason: str) -> bool:
-        """A group teaches nothing. Admission may draw another in its place.
+        """A finished group teaches nothing. Admission may draw another in its place.
 
-        Returns False if it is not alive any more. Raises ValueError if it was never drawn.
+        Returns False if it is not ready (any more). Raises ValueError if it was never drawn.
         """
-        return self._leave(number, State.FILTERED, reason)
+        group = self._find(number)
+        if group is None or group.state is not State.READY:
+            return False
+        self._leave(group, State.FILTERED, reason)
+        return True
 
-    def failed(self, number: int, reason: str) -> bool:
+    def failed(self, number: int, reason: str, attempt: int | None = None) -> bool:
         """A group cannot be sampled at all. Admission may draw another in its place.
 
-        Returns False if it is not alive any more. Raises ValueError if it was never drawn.
-        """
-        return self._leave(number, State.FAILED, reason)
+        Its engine must not work on it any more. Returns False if it is not alive any more, or if
+        another attempt has failed.
 
-    def _leave(self, number: int, state: State, reason: str) -> bool:
+        Args:
+            attempt: as in `finished`.
+
+        Raises ValueError if `number` was never drawn.
+        """
         group = self._find(number)
-        if group is None:
+        if group is None or attempt not in (None, group.attempt):
             return False
+        self._leave(group, State.FAILED, reason)
+        return True
+
+    def _leave(self, group: Group, state: State, reason: str) -> None:
         self._take_out(group)
-        del self.groups[number]
+        del self.groups[group.number]
         self.gone[state] += 1
         self.reasons[reason] += 1
-        return True
 
     def _find(self, number: int) -> Group | None:
         """Return the group if it is alive. Raises ValueError if it was never drawn."""
