@@ -2,8 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -163,3 +166,57 @@ def naive_swapped_log_probs(
             found.append(row.log_softmax(-1)[token].item())
         seen = end
     return found
+
+
+WAIT_S = 60.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Steps:
+    """The steps of an engine from now on, counted.
+
+    Before step n, `before[n]` is called on another thread. The step waits until that has sent a job
+    to the engine, so the job runs directly after step n.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.count = 0
+        self.before: dict[int, Callable[[], object]] = {}
+        self.threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+        engine._call(self.attach)
+
+    def attach(self, core: Any) -> None:
+        self.step = core.step
+        core.step = self.counted
+
+    def counted(self) -> Any:
+        self.count += 1
+        action = self.before.pop(self.count, None)
+        if action is not None:
+            thread = threading.Thread(target=self.call, args=(action,))
+            thread.start()
+            self.threads.append(thread)
+            until(lambda: not self.engine._jobs.empty())
+        return self.step()
+
+    def call(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def end(self) -> None:
+        """Wait for the actions, and leave the idle engine as it was."""
+        for thread in self.threads:
+            thread.join(WAIT_S)
+        assert not self.engine._spans and not self.before
+        assert self.engine._call(lambda core: core.pending()) == 0
+        self.engine._call(lambda core: setattr(core, "step", self.step))

@@ -2,20 +2,21 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
 from tests.rollout.oracle import (
+    WAIT_S,
+    Steps,
     ask,
     float64_model,
     load,
     moved,
     naive_log_probs,
     naive_swapped_log_probs,
+    until,
     weights_of,
 )
 from verlite.rollout.batched import BatchedEngine
@@ -31,48 +32,8 @@ from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.probe import Probe, probe_limit
 
-WAIT_S = 60.0
-
-
-class Core(HFCore):
-    """Calls `before[n]` on another thread before its step n, and waits until that has sent a job to
-    the engine. The job then runs after step n."""
-
-    engine: BatchedEngine
-
-    def __init__(self, options: EngineOptions):
-        self.steps = 0
-        self.before: dict[int, Callable[[], object]] = {}
-        self.threads: list[threading.Thread] = []
-        self.errors: list[BaseException] = []
-        super().__init__(options)
-
-    def step(self):
-        self.steps += 1
-        action = self.before.pop(self.steps, None)
-        if action is not None:
-            thread = threading.Thread(target=self.call, args=(action,))
-            thread.start()
-            self.threads.append(thread)
-            until(lambda: not self.engine._jobs.empty())
-        return super().step()
-
-    def call(self, action):
-        try:
-            action()
-        except BaseException as error:
-            self.errors.append(error)
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
 
 def start(path, kv_at_update="fresh", max_num_seqs=8):
-    cores = []
     options = EngineOptions(
         ModelSpec(path=path),
         GenerationSpec(max_num_seqs=max_num_seqs, kv_at_update=kv_at_update),
@@ -82,20 +43,15 @@ def start(path, kv_at_update="fresh", max_num_seqs=8):
         seed=0,
         pretrained=True,
     )
-    engine = BatchedEngine(
-        lambda: cores.append(Core(options)) or cores[0], has_weights=True, swaps=bool(kv_at_update)
-    )
-    cores[0].engine = engine
-    return engine, cores[0]
+    engine = BatchedEngine(lambda: HFCore(options), has_weights=True, swaps=bool(kv_at_update))
+    return engine, Steps(engine)
 
 
-def end(engine, core):
+def end(engine, steps):
     """Close the engine. Return what the actions raised."""
-    for thread in core.threads:
-        thread.join(WAIT_S)
-    assert not engine._spans and engine._call(lambda core: core.pending()) == 0
+    steps.end()
     engine.close()
-    return core.errors
+    return steps.errors
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +71,13 @@ PROMPTS = [[5, 6, 7], [9], list(range(10, 30)), [5, 6, 7], [40, 41], [3] * 17]
 
 def test_versions_of_tokens_by_hand(tiny_qwen2, models):
     """Two rows. Steps 1 to 3: a and b. Steps 4 to 6: a and c; step 7: c. Loads after steps 2, 5."""
-    engine, core = start(tiny_qwen2, max_num_seqs=2)
-    core.before = {
+    engine, steps = start(tiny_qwen2, max_num_seqs=2)
+    steps.before = {
         2: lambda: load(engine, models[1], 1),
         5: lambda: load(engine, models[2], 2),
     }
     a, b, c = ask(engine, [[5], [6], [7]], sampled(6), sampled(3), sampled(4))
-    assert end(engine, core) == [] and core.steps == 7
+    assert end(engine, steps) == [] and steps.count == 7
     assert a.weight_versions == [(0, 2), (1, 3), (2, 1)]
     assert b.weight_versions == [(0, 2), (1, 1)]
     assert c.weight_versions == [(1, 2), (2, 2)]
@@ -129,15 +85,15 @@ def test_versions_of_tokens_by_hand(tiny_qwen2, models):
 
 @pytest.mark.parametrize("policy", ["fresh", "salted", "mixed"])
 def test_log_probs_after_swaps_equal_naive(policy, tiny_qwen2, models):
-    engine, core = start(tiny_qwen2, policy, max_num_seqs=5)
-    core.before = {
+    engine, steps = start(tiny_qwen2, policy, max_num_seqs=5)
+    steps.before = {
         4: lambda: load(engine, models[1], 1),
         9: lambda: load(engine, models[2], 2),
     }
     samplings = [sampled(20 + i, seed=i, temperature=0.7 + i % 3 / 4) for i in range(6)]
     samplings[1] = sampled(6, seed=1)  # its row goes to the sixth request, under version 1
     answers = ask(engine, PROMPTS, *samplings)
-    assert end(engine, core) == []
+    assert end(engine, steps) == []
     assert [answer.weight_versions for answer in answers] == [
         [(0, 4), (1, 5), (2, 11)],
         [(0, 4), (1, 2)],
@@ -167,11 +123,11 @@ def test_log_probs_after_swaps_equal_naive(policy, tiny_qwen2, models):
 def test_equal_weights_swapped_in_change_no_token(tiny_qwen2, models):
     samplings = [sampled(20 + i, seed=i) for i in range(6)]
     answers = []
-    for steps in ((), (3, 4, 11)):
-        engine, core = start(tiny_qwen2, max_num_seqs=5)
-        core.before = {n: partial(load, engine, models[0], n) for n in steps}
+    for loads in ((), (3, 4, 11)):
+        engine, steps = start(tiny_qwen2, max_num_seqs=5)
+        steps.before = {n: partial(load, engine, models[0], n) for n in loads}
         answers.append(ask(engine, PROMPTS, *samplings))
-        assert end(engine, core) == []
+        assert end(engine, steps) == []
     plain, swapped = answers
     assert [a.ids for a in plain] == [a.ids for a in swapped]
     for one, other in zip(plain, swapped, strict=True):
@@ -180,10 +136,10 @@ def test_equal_weights_swapped_in_change_no_token(tiny_qwen2, models):
 
 
 def test_only_running_requests_are_swapped_if_the_engine_was_not_built_for_it(tiny_qwen2, models):
-    engine, core = start(tiny_qwen2, kv_at_update="")
-    core.before = {2: lambda: load(engine, models[1], 1)}
+    engine, steps = start(tiny_qwen2, kv_at_update="")
+    steps.before = {2: lambda: load(engine, models[1], 1)}
     (answer,) = ask(engine, [[5]], sampled(6))
-    (error,) = end(engine, core)
+    (error,) = end(engine, steps)
     assert isinstance(error, WeightSyncError) and "1 requests are still running" in str(error)
     assert answer.weight_versions == [(0, 6)]
 
@@ -202,9 +158,9 @@ class Blocked:
 
 
 def test_requests_added_and_cancelled_while_weights_are_loaded(tiny_qwen2, models):
-    engine, core = start(tiny_qwen2)
+    engine, steps = start(tiny_qwen2)
     blocked = Blocked(models[1])
-    core.before = {3: lambda: engine.load_weights(blocked, 1, fingerprint(blocked.weights))}
+    steps.before = {3: lambda: engine.load_weights(blocked, 1, fingerprint(blocked.weights))}
 
     async def ask_meanwhile():
         kept, dropped = (
@@ -219,7 +175,7 @@ def test_requests_added_and_cancelled_while_weights_are_loaded(tiny_qwen2, model
         return await asyncio.gather(kept, new)
 
     kept, new = asyncio.run(ask_meanwhile())
-    assert end(engine, core) == [] and core.steps == 13
+    assert end(engine, steps) == [] and steps.count == 13
     assert kept.weight_versions == [(0, 3), (1, 7)]
     assert new.weight_versions == [(1, 10)]
     for answer, seed in ((kept, 0), (new, 3)):
@@ -242,23 +198,23 @@ def wrong(model):
 
 @pytest.mark.parametrize("failing", [half, wrong])
 def test_requests_wait_after_a_failed_load_until_the_next_succeeds(failing, tiny_qwen2, models):
-    engine, core = start(tiny_qwen2)
+    engine, steps = start(tiny_qwen2)
     expected = fingerprint(weights_of(models[1]))
-    core.before = {4: lambda: engine.load_weights(failing(models[1]), 1, expected)}
+    steps.before = {4: lambda: engine.load_weights(failing(models[1]), 1, expected)}
 
     async def retry():
         running = asyncio.create_task(engine.generate([5, 6], sampled(10)))
-        await asyncio.to_thread(until, lambda: core.errors)
-        assert isinstance(core.errors.pop(), WeightSyncError)
+        await asyncio.to_thread(until, lambda: steps.errors)
+        assert isinstance(steps.errors.pop(), WeightSyncError)
         assert engine.version == 0
         with pytest.raises(EngineError, match="sync again"):
             await engine.generate([5], sampled(10))
-        assert core.steps == 4 and not running.done()
+        assert steps.count == 4 and not running.done()
         await asyncio.to_thread(load, engine, models[2], 2)
         return await running
 
     answer = asyncio.run(retry())
-    assert end(engine, core) == []
+    assert end(engine, steps) == []
     assert answer.weight_versions == [(0, 4), (2, 6)]
     expected = naive_swapped_log_probs(models, [5, 6], answer, sampled(10), keeps_cache=False)
     assert answer.log_probs == pytest.approx(expected, abs=1e-4)
@@ -274,32 +230,32 @@ def test_requests_wait_for_the_probe(tiny_qwen2, models):
     """No token is sampled before the probe succeeds, and it changes none."""
     plain = []
     for is_probed in (False, True):
-        engine, core = start(tiny_qwen2)
+        engine, steps = start(tiny_qwen2)
         named, expected = weights_of(models[1]), fingerprint(weights_of(models[1]))
 
         def sync(engine=engine, is_probed=is_probed, named=named, expected=expected):
             engine.load_weights(named, 1, expected, is_probed)
 
-        core.before = {4: sync}
+        steps.before = {4: sync}
 
-        async def check(engine=engine, core=core, is_probed=is_probed):
+        async def check(engine=engine, steps=steps, is_probed=is_probed):
             running = asyncio.create_task(engine.generate([5, 6], sampled(10)))
-            await asyncio.to_thread(until, lambda: core.threads)
-            await asyncio.to_thread(core.threads[0].join)
+            await asyncio.to_thread(until, lambda: steps.threads)
+            await asyncio.to_thread(steps.threads[0].join)
             if is_probed:
                 added = asyncio.create_task(engine.generate([5, 6], sampled(10)))
-                await asyncio.to_thread(until, lambda: engine._call(lambda c: c.pending()) == 2)
-                assert core.steps == 4 and engine.version == 1
+                await asyncio.to_thread(until, lambda: len(engine._waiting) == 2)
+                assert steps.count == 4 and engine.version == 1
                 with pytest.raises(WeightSyncError, match="computes other log-probs"):
                     await asyncio.to_thread(engine.check_log_probs, probe_of(models[1], 0.5))
-                assert core.steps == 4 and engine.version == 0
+                assert steps.count == 4 and engine.version == 0
                 await asyncio.to_thread(sync)
                 await asyncio.to_thread(engine.check_log_probs, probe_of(models[1]))
                 assert {v for v, _ in (await added).weight_versions} == {1}
             return await running
 
         plain.append(asyncio.run(check()))
-        assert end(engine, core) == []
+        assert end(engine, steps) == []
     one, other = plain
     assert one.ids == other.ids and one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     assert one.weight_versions == other.weight_versions == [(0, 4), (1, 6)]

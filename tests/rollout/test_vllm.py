@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import random
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.rollout.oracle import (
+    Steps,
     ask,
     float64_model,
     largest_gap,
@@ -18,6 +20,8 @@ from tests.rollout.oracle import (
     moved,
     naive_greedy,
     naive_log_probs,
+    naive_swapped_log_probs,
+    until,
     weights_of,
 )
 from verlite import threads
@@ -32,7 +36,7 @@ from verlite.weights.probe import Probe, probe_ids, probe_limit
 
 pytest.importorskip("vllm", reason="vLLM is an optional dependency")
 
-from verlite.rollout.engines.vllm import engine_args
+from verlite.rollout.engines.vllm import VLLMCore, engine_args
 from verlite.rollout.engines.vllm_worker import WorkerExtension, combine_shards
 
 pytestmark = pytest.mark.process
@@ -336,6 +340,179 @@ def test_stale_output_layer_is_detected(synced, model, monkeypatch):
         WeightSyncError, match="computes lm_head with weights that differ from the layer"
     ):
         load(synced, moved(model, 1e-6), synced.version + 1)
+
+
+# Weights loaded while requests run
+
+
+@pytest.fixture
+def swapping(synced, model):
+    """Return a function that makes the shared engine load weights while requests run, by a policy
+    of keys and values. The model is version 0 then."""
+
+    def begin(policy):
+        synced._call(lambda core: setattr(core, "_kv_at_update", policy))
+        synced._swaps = True
+        load(synced, model, 0)
+        return Steps(synced)
+
+    yield begin
+    synced._call(lambda core: setattr(core, "_kv_at_update", ""))
+    synced._swaps = False
+    synced.version = 9  # later syncs have other versions than these
+
+
+def gaps(models, prompt, answer, keeps_cache):
+    expected = naive_swapped_log_probs(models, prompt, answer, LONG, keeps_cache=keeps_cache)
+    return max(abs(a - b) for a, b in zip(answer.log_probs, expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["fresh", "salted", "mixed"])
+def test_log_probs_after_swaps_equal_naive(swapping, synced, model, policy):
+    """32 rows run, and the prefix cache has the prompts that 3 requests in the queue share."""
+    models = [model, moved(model, 0.3, seed=1), moved(model, 0.3, seed=2)]
+    shared = random.Random(5).choices(range(4, 128), k=70)
+    prompts = some_prompts(29, seed=8) + [shared] * 6
+    samplings = [dataclasses.replace(LONG, seed=i) for i in range(35)]
+    steps = swapping(policy)
+    steps.before = {4: lambda: load(synced, models[1], 1), 9: lambda: load(synced, models[2], 2)}
+    answers = ask(synced, prompts, *samplings)
+    steps.end()
+    assert steps.errors == []
+    spans = [[(0, 4), (1, 5), (2, 11)]] * 32 + [[(2, 20)]] * 3
+    assert [a.weight_versions for a in answers] == spans
+    keeps = policy != "fresh"
+    swapped = list(zip(prompts, answers, strict=True))[:32]
+    assert max(gaps(models, *pair, keeps) for pair in swapped) < 1e-4
+    assert min(gaps(models, *pair, not keeps) for pair in swapped) > 1e-2
+    later = [gaps(models, shared, answer, False) for answer in answers[32:]]
+    if policy == "mixed":  # blocks of version 0 are read
+        assert min(later) > 1e-2
+    else:
+        assert max(later) < 1e-4
+
+
+def test_equal_weights_swapped_in_change_no_token(swapping, synced, model):
+    prompts = some_prompts(12, seed=6)
+    samplings = [dataclasses.replace(LONG, seed=i, temperature=i % 3 / 2) for i in range(12)]
+    steps = swapping("fresh")
+    plain = ask(synced, prompts, *samplings)
+    steps.count = 0
+    steps.before = {n: functools.partial(load, synced, model, n) for n in (3, 4, 11)}
+    swapped = ask(synced, prompts, *samplings)
+    steps.end()
+    assert steps.errors == [] and steps.count == 20
+    assert [a.ids for a in plain] == [a.ids for a in swapped]
+    assert swapped[0].weight_versions == [(0, 3), (3, 1), (4, 7), (11, 9)]
+
+
+@pytest.mark.parametrize("policy", ["fresh", "mixed"])
+def test_the_probe_loses_no_request_and_changes_none(swapping, synced, model, policy):
+    """vLLM advances running requests with it: some finish in its step."""
+    other = moved(model, 0.3)
+    ids = probe_ids(130, 40)
+    log_probs = naive_log_probs(other, ids[:1], ids[1:], Sampling())
+    probe = Probe(tuple(ids), tuple(log_probs), probe_limit(0.05, "float32"))
+    bad = dataclasses.replace(probe, log_probs=tuple(x - 0.5 for x in log_probs))
+    prompts = some_prompts(10, seed=4)
+    samplings = [dataclasses.replace(LONG, seed=i, max_tokens=5 + i % 3) for i in range(10)]
+    steps = swapping(policy)
+    weights = weights_of(other)
+    found = []
+    for is_probed in (False, True):
+        load(synced, model, 0)
+        steps.count = 0
+
+        def sync(is_probed=is_probed):
+            synced.load_weights(weights, 1, fingerprint(weights), is_probed)
+            if is_probed:
+                with pytest.raises(WeightSyncError, match="computes other log-probs"):
+                    synced.check_log_probs(bad)
+                assert synced.version == 0 and steps.count == 4
+                synced.load_weights(weights, 2, fingerprint(weights), is_probed)
+                synced.check_log_probs(probe)
+
+        steps.before = {4: sync}
+        found.append(ask(synced, prompts, *samplings))
+    steps.end()
+    assert steps.errors == []
+    plain, probed = found
+    assert [a.ids for a in plain] == [a.ids for a in probed]
+    assert [a.weight_versions for a in plain] == [[(0, 4), (1, 1 + i % 3)] for i in range(10)]
+    # The step of each probe samples a token, by the weights that it rejects or accepts.
+    assert [a.weight_versions for a in probed] == [
+        [(0, 4), (1, 1), (2, i % 3)] if i % 3 else [(0, 4), (1, 1)] for i in range(10)
+    ]
+
+
+def test_requests_wait_after_a_failed_load_and_others_may_be_cancelled(swapping, synced, model):
+    other = moved(model, 0.3)
+    steps = swapping("fresh")
+
+    def fail():
+        with pytest.raises(WeightSyncError, match="fingerprint"):
+            synced.load_weights(weights_of(other)[:-3], 1, fingerprint(weights_of(other)))
+
+    async def retry():
+        kept, dropped = (
+            asyncio.create_task(synced.generate(p, dataclasses.replace(LONG, seed=1)))
+            for p in (PROMPT, [5])
+        )
+        await asyncio.to_thread(until, lambda: steps.threads)
+        await asyncio.to_thread(steps.threads[0].join)
+        assert steps.count == 4 and not kept.done()
+        dropped.cancel()
+        await asyncio.to_thread(load, synced, other, 2)
+        return await kept
+
+    steps.before = {4: fail}
+    answer = asyncio.run(retry())
+    steps.end()
+    assert steps.errors == [] and answer.weight_versions == [(0, 4), (2, 16)]
+    assert gaps([model, model, other], PROMPT, answer, False) < 1e-4
+
+
+def test_steps_that_vllm_has_begun_end_before_weights_are_loaded():
+    """On a GPU vLLM schedules a step before the last one's tokens are known."""
+    begun = [["first"], []]
+    states = []
+
+    def step():
+        states.append(scheduler.state.name)
+        return [finished(name) for name in begun.pop(0)]
+
+    def finished(name):
+        answer = SimpleNamespace(token_ids=[7], finish_reason="stop", logprobs=flat)
+        return SimpleNamespace(finished=True, request_id="3", outputs=[answer])
+
+    flat = SimpleNamespace(start_indices=[0], token_ids=[7], logprobs=[-1.0])
+    scheduler = SimpleNamespace(set_pause_state=lambda state: setattr(scheduler, "state", state))
+    core = VLLMCore.__new__(VLLMCore)
+    core._completed, core._stance = [], "default"
+    running = SimpleNamespace(
+        external_req_id="4", detokenizer=SimpleNamespace(num_output_tokens=lambda: 2)
+    )
+    core.engine = SimpleNamespace(
+        engine_core=SimpleNamespace(
+            engine_core=SimpleNamespace(batch_queue=begun, scheduler=scheduler)
+        ),
+        output_processor=SimpleNamespace(request_states={"x": running}),
+        step=step,
+        get_num_unfinished_requests=lambda: 1,
+    )
+    assert core.progress() == {4: 2, 3: 1}
+    assert states == ["PAUSED_ALL"] * 2 and scheduler.state.name == "UNPAUSED"
+    assert core.pending() == 2
+    assert [done.request_id for done in core._completed] == [3]
+
+
+def test_adapters_are_not_swapped():
+    options = EngineOptions(
+        ModelSpec(path="x"), GenerationSpec(syncs_adapters=True, kv_at_update="fresh"),
+        torch.float32, torch.device("cpu"), 64, 0, pretrained=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="lora_sync=adapter: a running request keeps its adapter"):
+        VLLMCore(options)
 
 
 def kernels(engine):
