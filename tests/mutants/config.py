@@ -97,13 +97,13 @@ MUTANTS = [
     ),
     Mutant(
         "mini-batches need not divide the batch",
-        RULES + "batch:mini_batches",
+        RULES + "algorithm:mini_batches",
         calls(_nothing_wrong),
         (LINES,),
     ),
     Mutant(
         "a token budget may be smaller than the longest sequence",
-        RULES + "batch:micro_batches",
+        RULES + "algorithm:micro_batches",
         calls(_nothing_wrong),
         (LINES,),
     ),
