@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import socket
 import threading
 import time
@@ -13,8 +14,12 @@ from typing import Any
 
 import pytest
 
-from verlite.http.client import Broken, Client, Down, Refused, Retry, Service, Unavailable
+from verlite.config.command import PPO
+from verlite.http.client import Broken, Client, Down, Refused, Retry, Unavailable
 from verlite.http.token import TokenError
+from verlite.rollout.servers import fit
+from verlite.spec import roles
+from verlite.spec.roles import ServiceSpec
 
 pytestmark = pytest.mark.process
 
@@ -63,9 +68,9 @@ def serving(answers: Answers, encoding: str | None = None) -> Iterator[str]:
         server.server_close()
 
 
-def service(*urls: str, **settings: Any) -> Service:
+def service(*urls: str, **settings: Any) -> ServiceSpec:
     limits = {"timeout_s": 1.0, "deadline_s": 3.0, **settings}
-    return Service("echo service", "echo", urls, **limits)
+    return ServiceSpec("echo service", "echo", urls, **limits)
 
 
 def run(client: Client, use: Callable[[Client], Any]) -> Any:
@@ -111,6 +116,24 @@ def test_token_is_sent_and_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ECHO_TOKEN")
     with pytest.raises(TokenError, match=r"echo\.token_env=ECHO_TOKEN"):
         Client(service("http://127.0.0.1:1", token_env="ECHO_TOKEN"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "key"),
+    [
+        (roles.RewardServiceSpec(token_env="NO_TOKEN"), "reward.remote.token_env"),
+        (roles.RetrieverSpec(token_env="NO_TOKEN"), "retriever.token_env"),
+        (roles.ReferenceServiceSpec(token_env="NO_TOKEN"), "actor_rollout_ref.ref.token_env"),
+        (
+            fit.service(roles.GenerationSpec(server_token_env="NO_TOKEN")),
+            "actor_rollout_ref.rollout.server_token_env",
+        ),
+    ],
+)
+def test_the_message_about_a_token_names_a_key(spec: roles.ServiceSpec, key: str) -> None:
+    assert PPO.meaning(key) == "schema"
+    with pytest.raises(TokenError, match=f"^{re.escape(key)}=NO_TOKEN"):
+        Client(spec)
 
 
 def test_caller_chooses_the_server() -> None:

@@ -19,7 +19,7 @@ from verlite.engine.reference_client import ReferenceUnavailable, WrongReference
 from verlite.engine.reference_wire import Job, ModelInfo
 from verlite.http.server import HTTPServer, bind, url
 from verlite.services.reference import ReferenceLimits, make_app
-from verlite.spec.roles import ServiceSpec
+from verlite.spec.roles import ReferenceServiceSpec
 
 JSON = {"Content-Type": "application/json"}
 pytestmark = pytest.mark.process
@@ -51,8 +51,8 @@ def serving(model: Any = None, port: int = 0, info: ModelInfo = INFO, **more: An
         yield address
 
 
-def config(*urls: str, **more: Any) -> ServiceSpec:
-    return ServiceSpec(url=list(urls), **({"timeout_s": 5, "deadline_s": 2} | more))
+def config(*urls: str, **more: Any) -> ReferenceServiceSpec:
+    return ReferenceServiceSpec(url=list(urls), **({"timeout_s": 5, "deadline_s": 2} | more))
 
 
 @pytest.fixture(scope="module")

@@ -214,9 +214,9 @@ def test_service_ends_when_its_model_does(tiny_qwen2):
         (model,) = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
         model.kill()
         from verlite.engine import reference_client
-        from verlite.spec.roles import ServiceSpec
+        from verlite.spec.roles import ReferenceServiceSpec
 
-        given = ServiceSpec((url,), timeout_s=5, deadline_s=1)
+        given = ReferenceServiceSpec(url=(url,), timeout_s=5, deadline_s=1)
         with pytest.raises(reference_client.ReferenceUnavailable):
             ids = np.array([5, 6, 7], np.int32)
             reference_client.log_probs(given, [ids], [2], 1.0, "m")

@@ -39,6 +39,7 @@ from verlite.spec.roles import (
     OptimSpec,
     PolicyLossSpec,
     PublishSpec,
+    ReferenceServiceSpec,
     ReferenceSpec,
     RetrieverSpec,
     RewardServiceSpec,
@@ -47,6 +48,7 @@ from verlite.spec.roles import (
     ServiceSpec,
 )
 
+S = TypeVar("S", bound=ServiceSpec)
 T = TypeVar("T")
 
 
@@ -185,12 +187,15 @@ def fsdp_spec(fsdp: FSDPConfig) -> FSDPSpec:
     return _take(FSDPSpec, fsdp)
 
 
-def generation_spec(rollout: RolloutConfig, model: ModelConfig) -> GenerationSpec:
+def generation_spec(
+    rollout: RolloutConfig, model: ModelConfig, kv_at_update: str = ""
+) -> GenerationSpec:
     return _take(
         GenerationSpec,
         rollout,
         servers=tuple(files_of(rollout.servers)),
         syncs_adapters=syncs_adapters(model, rollout),
+        kv_at_update=kv_at_update,
     )
 
 
@@ -224,16 +229,18 @@ def env_spec(config: Config) -> EnvSpec:
     )
 
 
-def reference_service_spec(config: Config) -> ServiceSpec | None:
+def reference_service_spec(config: Config) -> ReferenceServiceSpec | None:
     """Return the service that computes reference log-probs; None if the run does."""
     if not reference_urls(config):
         return None
-    return service_spec(ServiceSpec, config.actor_rollout_ref.ref)
+    return service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
 
 
-def service_spec(made: type[T], section: Any) -> T:
-    """Return a service's spec from its section."""
-    return _take(made, section, url=tuple(files_of(section.url)))
+def service_spec(made: type[S], section: Any) -> S:
+    """Return a service's spec from its section. What is not a key there is the service's own."""
+    names = {field.name for field in fields(made)} & set(vars(section))
+    values = {name: getattr(section, name) for name in names}
+    return made(**values | {"url": tuple(files_of(section.url))})
 
 
 def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:

@@ -2,18 +2,17 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from verlite.engine.reference_wire import Job, ModelInfo, read_answer, read_info, request
-from verlite.http.client import Client, Refused, Retry, Server, Service, Unavailable
-from verlite.spec.roles import ServiceSpec
+from verlite.http.client import Client, Refused, Retry, Server, Unavailable
+from verlite.spec.roles import ReferenceServiceSpec
 
 KEY = "actor_rollout_ref.ref"
 REQUEST_TOKENS = 1 << 16
 REQUEST_SEQUENCES = 512
-IN_FLIGHT = 2
-"""Requests of one worker to one server at the same time: one is computed while another travels."""
 START = "Start it (verlite serve reference --model_path PATH --port 8001), or correct " + KEY
 
 
@@ -25,20 +24,12 @@ class WrongReference(RuntimeError):
     """The service has another model than the run. The message has the remedy."""
 
 
-def service(spec: ServiceSpec) -> Service:
-    """Return how the service is called."""
-    return Service(
-        "reference service",
-        KEY,
-        [url.rstrip("/") for url in spec.url],
-        timeout_s=spec.timeout_s,
-        deadline_s=spec.deadline_s,
-        max_in_flight=IN_FLIGHT,
-        token_env=spec.token_env,
-    )
+def client_of(spec: ReferenceServiceSpec) -> Client:
+    """Return a client, whose servers' addresses are without a path. Raises TokenError."""
+    return Client(replace(spec, url=[url.rstrip("/") for url in spec.url]))
 
 
-def check(spec: ServiceSpec) -> tuple[ModelInfo, str | None]:
+def check(spec: ReferenceServiceSpec) -> tuple[ModelInfo, str | None]:
     """Ask every server for its model. Return the model, and a warning about silent servers.
 
     Raises:
@@ -48,7 +39,7 @@ def check(spec: ServiceSpec) -> tuple[ModelInfo, str | None]:
     infos: dict[str, ModelInfo] = {}
 
     async def ask() -> str | None:
-        client = Client(service(spec))
+        client = client_of(spec)
 
         async def probe(server: Server) -> None:
             address = f"{server.url}/model"
@@ -72,7 +63,7 @@ def check(spec: ServiceSpec) -> tuple[ModelInfo, str | None]:
 
 
 def log_probs(
-    spec: ServiceSpec,
+    spec: ReferenceServiceSpec,
     sequences: Sequence[np.ndarray],
     scored: Sequence[int],
     temperature: float,
@@ -93,9 +84,9 @@ def log_probs(
     jobs = list(_jobs(sequences, scored, temperature))
 
     async def ask() -> list[list[np.ndarray]]:
-        async with Client(service(spec)) as client:
+        async with client_of(spec) as client:
             # A request's deadline begins when a server is free for it.
-            room = asyncio.Semaphore(IN_FLIGHT * len(client.servers))
+            room = asyncio.Semaphore(spec.max_in_flight * len(client.servers))
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_one(client, job, model, room)) for job in jobs]
             return [task.result() for task in tasks]

@@ -19,7 +19,7 @@ from typing import Any, Self
 from verlite.envs.search import Found
 from verlite.envs.step import ToolError
 from verlite.http.batches import Batches
-from verlite.http.client import Client, Refused, Retry, Server, Service, Unavailable
+from verlite.http.client import Client, Refused, Retry, Server, Unavailable
 from verlite.spec.roles import RetrieverSpec
 
 _MAX_QUERY = 2000
@@ -44,17 +44,7 @@ class RetrieverClient:
     def __init__(self, spec: RetrieverSpec) -> None:
         """Configure the client. Raises TokenError if retriever.token_env is not set."""
         self.spec = spec
-        self._client = Client(
-            Service(
-                "retriever",
-                "retriever",
-                list(spec.url),
-                timeout_s=spec.timeout_s,
-                deadline_s=spec.deadline_s,
-                max_in_flight=spec.max_in_flight,
-                token_env=spec.token_env,
-            )
-        )
+        self._client = Client(spec)
         self._batches = Batches(
             self._client,
             spec.batch_size,

@@ -6,11 +6,10 @@ several. A server that keeps failing is paused, and gets a single request before
 traffic again. Each attempt has a time limit, and the size of an answer is bounded, also in memory:
 compressed answers are refused, and the number and depth of JSON values is limited.
 
-A client of one service is a `Service` with its addresses and limits, and a function that reads the
-service's answers:
+A client of one service is its `ServiceSpec` with addresses and limits, and a function that reads
+the service's answers:
 
-    service = Service("reward service", "reward.remote", urls, timeout_s=60, deadline_s=300)
-    async with Client(service) as client:
+    async with Client(RewardServiceSpec(url=urls)) as client:
         answer = await client.post({"query": texts}, read_scores)
 
 `verlite.http.batches` adds requests that several items share.
@@ -27,9 +26,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
-from verlite.files import JSON_VALUES, one_line, parse_foreign_json
+from verlite.files import one_line, parse_foreign_json
 from verlite.http.token import token_of_variable
 from verlite.masking import display
+from verlite.spec.roles import ServiceSpec
 
 # HTTP connections for many requests at once.
 #
@@ -146,30 +146,6 @@ class Unavailable(Exception):
     """No server answered within the deadline. The message has the last cause."""
 
 
-@dataclass(frozen=True)
-class Service:
-    """How to call a service."""
-
-    name: str
-    """What messages call it: "retriever", "reward service"."""
-    key: str
-    """Section of the configuration that these values come from, for messages."""
-    urls: Sequence[str]
-    """One address per server."""
-    timeout_s: float
-    """Seconds of one attempt."""
-    deadline_s: float
-    """Seconds of a call with all its attempts."""
-    max_in_flight: int = 64
-    """Requests that one server gets at the same time."""
-    token_env: str | None = None
-    """Environment variable with the bearer token, or None for a service that needs none."""
-    max_answer: int = 1 << 26
-    """Bytes of one answer. A longer one is a failed attempt."""
-    max_values: int = JSON_VALUES
-    """JSON values of one answer, likewise."""
-
-
 @dataclass
 class Server:
     """One server and its state. str(server) is its address, with passwords masked."""
@@ -209,17 +185,17 @@ Send = Callable[[Server, float], Awaitable[T]]
 class Client:
     """A client for one process. Use it as `async with client:` in one event loop at a time."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ServiceSpec) -> None:
         """Read the token; nothing is connected yet.
 
         Raises:
             TokenError: the environment variable with the token is not set.
         """
         self.service = service
-        self.servers = [Server(url) for url in service.urls]
+        self.servers = [Server(url) for url in service.url]
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if service.token_env:
-            token = token_of_variable(service.token_env, f"{service.key}.token_env")
+            token = token_of_variable(service.token_env, f"{service.section}.{service.token_key}")
             self._headers["Authorization"] = f"Bearer {token}"
         self._changed: asyncio.Condition | None = None
         self._connections: Connections | None = None
@@ -301,8 +277,8 @@ class Client:
             chosen = await self._reserve(candidates, left_s) if left_s > 0 else None
             if chosen is None:
                 raise Unavailable(
-                    f"no answer within {self.service.key}.deadline_s={self.service.deadline_s:g} "
-                    f"after {tries} tries; the last: {last}"
+                    f"no answer within {self.service.section}.deadline_s="
+                    f"{self.service.deadline_s:g} after {tries} tries; the last: {last}"
                 )
             allowed_s = deadline() - time.monotonic()
             try:

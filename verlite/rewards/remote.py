@@ -14,12 +14,12 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from verlite.http.batches import Batches
-from verlite.http.client import Client, Refused, Server, Service, Unavailable
+from verlite.http.client import Client, Refused, Server, Unavailable
 from verlite.rewards.result import MAX_CHARACTERS, MAX_PARTS, RewardItem, RewardResult
 from verlite.spec.roles import RewardServiceSpec
 
@@ -46,17 +46,7 @@ class RemoteScorer:
     def __init__(self, spec: RewardServiceSpec) -> None:
         """Configure the client; nothing is connected yet. Raises TokenError."""
         self.spec = spec
-        self._client = Client(
-            Service(
-                "reward service",
-                "reward.remote",
-                [_with_path(url) for url in spec.url],
-                timeout_s=spec.timeout_s,
-                deadline_s=spec.deadline_s,
-                max_in_flight=spec.max_in_flight,
-                token_env=spec.token_env,
-            )
-        )
+        self._client = Client(replace(spec, url=[_with_path(url) for url in spec.url]))
         self._batches = Batches(
             self._client,
             spec.batch_size,

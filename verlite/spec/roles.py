@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verlite.files import JSON_VALUES
 from verlite.spec.correction import RolloutCorrection
 from verlite.spec.weight_routes import WeightRoutes
 
@@ -126,23 +127,57 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """A remote service."""
+    """A remote service on one or several servers, as `verlite.http.client.Client` calls it."""
 
-    url: tuple[str, ...] = ()
-    """Addresses of its servers."""
+    name: str
+    """What messages call it: "retriever", "reward service"."""
+    section: str
+    """Section of the configuration with its keys, for messages."""
+    url: Sequence[str]
+    """One address per server."""
+    timeout_s: float
+    """Seconds of one attempt."""
+    deadline_s: float
+    """Seconds of a call with all its attempts."""
+    token_env: str | None = None
+    """Environment variable with the bearer token. None: the service needs none."""
+    token_key: str = "token_env"
+    """Name of that key in the section."""
+    max_in_flight: int = 64
+    """Requests that one server gets at the same time."""
+    batch_size: int = 64
+    """Items in one request at most."""
+    batch_window_ms: float = 0.0
+    """How long an item waits for others to share its request."""
+    max_answer: int = 1 << 26
+    """Bytes of one answer. A longer one is a failed attempt."""
+    max_values: int = JSON_VALUES
+    """JSON values of one answer, likewise."""
+
+
+@dataclass(frozen=True)
+class ReferenceServiceSpec(ServiceSpec):
+    """A reference service."""
+
+    name: str = "reference service"
+    section: str = "actor_rollout_ref.ref"
+    url: Sequence[str] = ()
     timeout_s: float = 300.0
     deadline_s: float = 900.0
-    token_env: str | None = None
+    max_in_flight: int = 2
+    """One request is computed while another travels."""
 
 
 @dataclass(frozen=True)
 class RewardServiceSpec(ServiceSpec):
     """A reward service."""
 
+    name: str = "reward service"
+    section: str = "reward.remote"
+    url: Sequence[str] = ()
     timeout_s: float = 60.0
     deadline_s: float = 300.0
     max_in_flight: int = 4
-    batch_size: int = 64
     batch_window_ms: float = 50.0
 
 
@@ -150,13 +185,14 @@ class RewardServiceSpec(ServiceSpec):
 class RetrieverSpec(ServiceSpec):
     """A retriever."""
 
-    url: tuple[str, ...] = ("http://127.0.0.1:8000/retrieve",)
-    topk: int = 3
+    name: str = "retriever"
+    section: str = "retriever"
+    url: Sequence[str] = ("http://127.0.0.1:8000/retrieve",)
     timeout_s: float = 15.0
     deadline_s: float = 60.0
     max_in_flight: int = 4
-    batch_size: int = 64
     batch_window_ms: float = 5.0
+    topk: int = 3
     cache_size: int = 10000
     on_error: str = "mask"
 
@@ -212,7 +248,7 @@ class LogProbSpec:
     needs_sum_pi_squared: bool
     reference_micro: Micro | None
     """Of the reference, where the policy without its adapters is the reference."""
-    reference: ServiceSpec | None
+    reference: ReferenceServiceSpec | None
     """The reference service."""
 
 

@@ -42,7 +42,7 @@ from verlite.rewards.scorer import Scorer
 from verlite.rollout.servers import fit
 from verlite.rollout.servers.fit import Needs, NoServer
 from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
-from verlite.spec.roles import ServiceSpec
+from verlite.spec.roles import ReferenceServiceSpec
 from verlite.trainer.common_checks import compare_small_copy, tokenizer_of
 from verlite.trainer.disk import disk_warning
 from verlite.trainer.errors import RunRefused, ServiceMissing
@@ -142,7 +142,7 @@ def reference_service(found: Preflight) -> None:
         return
     try:
         info, warning = reference_client.check(
-            service_spec(ServiceSpec, found.config.actor_rollout_ref.ref)
+            service_spec(ReferenceServiceSpec, found.config.actor_rollout_ref.ref)
         )
     except ReferenceUnavailable as error:
         raise ServiceMissing(str(error)) from error

@@ -17,7 +17,7 @@ from verlite.engine.reference_client import (
 )
 from verlite.engine.reference_wire import ModelInfo
 from verlite.files import replace_file
-from verlite.spec.roles import ServiceSpec
+from verlite.spec.roles import ReferenceServiceSpec
 from verlite.trainer.errors import RunRefused
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _compare_probe(config: Config, info: ModelInfo, probe: "Probe") -> None:
 
     ids = np.array(probe.ids, dtype=np.int32)
     try:
-        service = service_spec(ServiceSpec, config.actor_rollout_ref.ref)
+        service = service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
         found = log_probs(service, [ids], [len(ids) - 1], 1.0, info.model)[0]
     except (ReferenceUnavailable, WrongReference) as error:
         raise RunRefused(str(error)) from error

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verlite.http.client import Client, Refused, Retry, Service
+from verlite.http.client import Client, Refused, Retry
 from verlite.rollout.engines.vllm_plugin import BACKEND
 from verlite.rollout.servers.vllm_server import ServerSettings, Unfit, VLLMServer
-from verlite.spec.roles import GenerationSpec
+from verlite.spec.roles import GenerationSpec, ServiceSpec
 
 AGAIN_S = 2.0
 """Seconds between two questions while no server answers."""
@@ -60,15 +60,16 @@ def check_fit(found: ServerSettings, needs: Needs) -> None:
         raise Unfit("; ".join(wrong))
 
 
-def service(rollout: GenerationSpec) -> Service:
+def service(rollout: GenerationSpec) -> ServiceSpec:
     """Return how the servers are called."""
-    return Service(
+    return ServiceSpec(
         "generation server",
         "actor_rollout_ref.rollout",
-        list(rollout.servers),
+        rollout.servers,
         timeout_s=rollout.request_timeout_s,
         deadline_s=rollout.request_timeout_s,
         token_env=rollout.server_token_env,
+        token_key="server_token_env",
         max_values=8_000_000,  # about 15 for each token of a response, with its log-prob
     )
 
