@@ -147,8 +147,8 @@ def test_what_supervise_prints_about_attempts_is_understood(tmp_path, monkeypatc
     supervisor = CommandSupervisor(
         [], Budget(50, 10), lambda text: lines.append(f"supervise: {text}")
     )
-    monkeypatch.setattr(supervisor, "_attempt", lambda told: left.pop(0))
-    assert supervisor._run(tmp_path / "told.json") == 0 and len(lines) == 4
+    monkeypatch.setattr(supervisor, "_attempt", lambda report: left.pop(0))
+    assert supervisor._run(tmp_path / "report.json") == 0 and len(lines) == 4
 
     run = Run(Workload("hosts", STEPS, 1, []), tmp_path, supervised=True)
     run.launches.append(Ended(run, ""))

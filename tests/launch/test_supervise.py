@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 
 from tests.controller.conftest import within
+from verlite import threads
 from verlite.control import exit_codes
 from verlite.controller import supervisor_file
 from verlite.controller.head import NoCluster
@@ -114,8 +115,8 @@ def test_a_lost_node_is_awaited_until_the_run_makes_progress(attempts, code, mon
     monkeypatch.setattr(supervise, "AFTER_STOP_S", 0.0)
     supervisor = supervise.CommandSupervisor([], Budget(9, 5), lambda text: None)
     left = list(attempts)
-    monkeypatch.setattr(supervisor, "_attempt", lambda told: left.pop(0))
-    assert supervisor._run(tmp_path / "told.json") == code
+    monkeypatch.setattr(supervisor, "_attempt", lambda report: left.pop(0))
+    assert supervisor._run(tmp_path / "report.json") == code
     assert left == []
 
 
@@ -137,19 +138,19 @@ def test_an_attempt_is_read_from_the_run_directory(tmp_path):
     (tmp_path / "global_step_2" / "manifest.json").write_text("{}")
     error = {"time": 100.0, "type": "RayLost", "message": "the raylet has ended\nand more"}
     (tmp_path / supervisor_file.ERROR_FILE).write_text(json.dumps(error))
-    told = supervisor_file.Told(str(tmp_path))
-    assert read_attempt(LOST, told, started=99.0, since=time.time() + 9).saved is None
-    now = read_attempt(LOST, told, started=99.0, since=1.0)
+    report = supervisor_file.Report(str(tmp_path))
+    assert read_attempt(LOST, report, started=99.0, since=time.time() + 9).saved is None
+    now = read_attempt(LOST, report, started=99.0, since=1.0)
     assert (now.step, now.saved, now.error) == (2, 2, "the raylet has ended")
     assert now.error_type == "RayLost"
     assert now.ending == "ended with exit code 76 (the raylet has ended)"
-    assert read_attempt(LOST, told, started=101.0).error == "", "an older run's error"
+    assert read_attempt(LOST, report, started=101.0).error == "", "an older run's error"
     error["exit_code"] = LOST
     (tmp_path / supervisor_file.ERROR_FILE).write_text(json.dumps(error))
-    assert read_attempt(1, told, started=99.0).code == LOST, "native code ended the process"
-    assert read_attempt(-9, told, started=99.0).code == -9
+    assert read_attempt(1, report, started=99.0).code == LOST, "native code ended the process"
+    assert read_attempt(-9, report, started=99.0).code == -9
     (tmp_path / supervisor_file.ERROR_FILE).write_text("[1")
-    assert read_attempt(-9, told, started=99.0).ending == "was ended by SIGKILL"
+    assert read_attempt(-9, report, started=99.0).ending == "was ended by SIGKILL"
     assert shell_code(-9) == 137
 
 
@@ -157,15 +158,15 @@ def test_steps_of_an_earlier_run_are_no_progress_of_an_attempt(tmp_path):
     """The attempt ended before it renamed or truncated the file of the run before."""
     lines = [{"step": 0}, *({"step": step, "time": 100.0 + step} for step in (1, 2, 50))]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    told = supervisor_file.Told(str(tmp_path))
-    early = read_attempt(LOST, told, started=200.0, since=time.time() + 9)
+    report = supervisor_file.Report(str(tmp_path))
+    early = read_attempt(LOST, report, started=200.0, since=time.time() + 9)
     assert early.step is None and not Budget(9, 3).has_progress(early)
-    assert read_attempt(LOST, told, started=101.5, since=time.time() + 9).step == 50
+    assert read_attempt(LOST, report, started=101.5, since=time.time() + 9).step == 50
     refused = refusals(Budget(max_restarts=9, same_step=3), early, early, early)
     assert refused == [None, None, "3 attempts in a row failed before the first step"]
     (tmp_path / "global_step_2").mkdir()
     (tmp_path / "global_step_2" / "manifest.json").write_text("{}")
-    resumed = read_attempt(LOST, told, started=200.0, since=1.0)
+    resumed = read_attempt(LOST, report, started=200.0, since=1.0)
     assert (resumed.step, resumed.saved) == (2, 2), "it resumed from step 2 and finished no step"
 
 
@@ -203,21 +204,21 @@ if step == "wait":
 elif step == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 elif step == "final":
-    from verlite.controller.supervisor_file import Told, tell
-    tell(Told(no_restart="trainer.max_runtime=1h is over"))
+    from verlite.controller.supervisor_file import Report, write
+    write(Report(no_restart="trainer.max_runtime=1h is over"))
     sys.exit(75)
 elif step == "saved":
-    from verlite.controller.supervisor_file import Told, tell
+    from verlite.controller.supervisor_file import Report, write
     os.makedirs(f"{folder}/global_step_{count + 1}")
     open(f"{folder}/global_step_{count + 1}/manifest.json", "w").close()
-    tell(Told(folder))
+    write(Report(folder))
     sys.exit(76)
 elif step == "missing":
-    from verlite.controller.supervisor_file import Told, tell
+    from verlite.controller.supervisor_file import Report, write
     error = {"time": time.time(), "type": "ResourcesMissing", "message": "only 1 of 2 devices"}
     with open(f"{folder}/error.json", "w") as file:
         json.dump(error, file)
-    tell(Told(folder))
+    write(Report(folder))
     sys.exit(2)
 else:
     sys.exit(int(step))
@@ -299,6 +300,20 @@ def test_restarts_of_real_commands(start):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(("ours", "given"), [("3", None), ("", "3")], ids=["verlite", "user"])
+def test_the_command_gets_the_users_number_of_threads_only(ours, given, monkeypatch, tmp_path):
+    """A launcher such as torchrun divides the cores itself, which verlite's own number is not."""
+    monkeypatch.setenv(threads.COUNT, "3")
+    monkeypatch.setenv(threads.OURS, ours)
+    found = tmp_path / "environment.json"
+    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    command = [sys.executable, "-c", code, str(found)]
+    assert supervise.supervise(command, 0, 0, print) == 0
+    environment = json.loads(found.read_text())
+    assert (environment.get(threads.COUNT), threads.OURS in environment) == (given, False)
+
+
+@pytest.mark.process
 def test_signals_reach_the_command_and_end_the_restarts(start):
     run = start("wait")
     run.child(0)
@@ -327,13 +342,13 @@ def test_a_frozen_command_is_killed_and_one_without_supervisor_stops(start):
     assert "child got SIGTERM" in orphaned.process.stdout.read()
 
 
-@pytest.mark.process
 def in_terminal():
     """Make standard input the controlling terminal. Under nohup SIGHUP would be ignored."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.mark.process
 def test_a_closed_terminal_stops_the_command_and_output_is_lost_without_harm(tmp_path):
     """The shell's process group gets SIGHUP, and each further print fails."""
     master, terminal = pty.openpty()

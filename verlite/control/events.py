@@ -1,4 +1,4 @@
-"""What the control is told (events), and what it decides (commands)."""
+"""The events that the machine handles, and the commands that it returns."""
 
 from dataclasses import dataclass
 
@@ -223,7 +223,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Fail:
-    """The error that was told ends the run. `reason`: what its message adds."""
+    """The error of the event ends the run. `reason`: what its message adds."""
 
     reason: str = ""
     may_pass: bool = True

@@ -171,7 +171,7 @@ class Stop:
             case events.Interrupt():
                 raise KeyboardInterrupt
             case events.WallTimeOver(key):
-                supervisor_file.tell(supervisor_file.Told(str(self.run_dir), f"{key} is over"))
+                supervisor_file.write(supervisor_file.Report(str(self.run_dir), f"{key} is over"))
             case events.NotSaved(another):
                 grace = f"{self.machine.policy.stop_grace_s:g}"
                 more = f"; another signal gives it {grace} s more" if another else ""

@@ -1,4 +1,4 @@
-"""What a run tells the `verlite supervise` that has started it, through a small file."""
+"""The report of a run to the `verlite supervise` that has started it: a small file."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ERROR_FILE = "error.json"
 
 
 @dataclass(frozen=True)
-class Told:
+class Report:
     """What the file contains.
 
     Attributes:
@@ -32,20 +32,20 @@ class Told:
     no_restart: str = ""
 
 
-def tell(told: Told) -> None:
+def write(report: Report) -> None:
     """Write the file, if this process has a supervisor."""
     path = os.environ.get(VARIABLE)
     if path:
         with suppress(OSError):  # the supervisor has ended, or runs outside this container
-            replace_file(Path(path), json.dumps(asdict(told)))
+            replace_file(Path(path), json.dumps(asdict(report)))
 
 
-def read(path: Path) -> Told:
-    """Return what the run has told so far."""
+def read(path: Path) -> Report:
+    """Return the run's last report; an empty one without a file."""
     try:
-        return Told(**read_json(path))
+        return Report(**read_json(path))
     except (OSError, ValueError, TypeError):
-        return Told()
+        return Report()
 
 
 def started() -> float | None:

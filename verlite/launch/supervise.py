@@ -64,7 +64,7 @@ class Attempt:
         step: last step that it has written to metrics.jsonl; without one, that of the checkpoint
             from which it resumed, if the supervisor has seen it saved; otherwise None.
         saved: step of the newest checkpoint since the supervisor started; None without one.
-        no_restart: see `supervisor_file.Told`.
+        no_restart: see `supervisor_file.Report`.
     """
 
     code: int
@@ -196,15 +196,15 @@ class CommandSupervisor:
         }
         try:
             with private_folder() as folder:
-                return self._run(folder / "told.json")
+                return self._run(folder / "report.json")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _run(self, told: Path) -> int:
+    def _run(self, report: Path) -> int:
         while True:
-            told.unlink(missing_ok=True)
-            attempt = self._attempt(told)
+            report.unlink(missing_ok=True)
+            attempt = self._attempt(report)
             has_progress = self._budget.has_progress(attempt)
             if has_progress:
                 self._lost = False
@@ -238,12 +238,12 @@ class CommandSupervisor:
         is_away = self._lost and attempt.misses_cluster
         return attempt.may_succeed or (is_away and not attempt.no_restart)
 
-    def _attempt(self, told: Path) -> Attempt:
+    def _attempt(self, report: Path) -> Attempt:
         """Run the command once."""
         started = time.time()
         environment = {
             **threads.undivided(os.environ),
-            supervisor_file.VARIABLE: str(told),
+            supervisor_file.VARIABLE: str(report),
             supervisor_file.STARTED: f"{self._started:.3f}",
             supervisor_file.RESTARTS: str(self._restarts),
         }
@@ -259,7 +259,7 @@ class CommandSupervisor:
             self._process.send_signal(SIGNALS[self._signal])
         self._wait(self._process)
         return read_attempt(
-            self._process.returncode, supervisor_file.read(told), started, self._started
+            self._process.returncode, supervisor_file.read(report), started, self._started
         )
 
     def _wait(self, child: "subprocess.Popen[bytes]") -> None:
@@ -295,7 +295,7 @@ class CommandSupervisor:
 
 
 def read_attempt(
-    code: int, told: supervisor_file.Told, started: float, since: float = 0.0
+    code: int, report: supervisor_file.Report, started: float, since: float = 0.0
 ) -> Attempt:
     """Return how a run of the command ended, from its exit code and its run directory.
 
@@ -307,9 +307,9 @@ def read_attempt(
         started: when it started, in seconds since the epoch.
         since: checkpoints that were saved before are not the command's.
     """
-    if not told.run_dir:
-        return Attempt(code, no_restart=told.no_restart)
-    run_dir = Path(told.run_dir)
+    if not report.run_dir:
+        return Attempt(code, no_restart=report.no_restart)
+    run_dir = Path(report.run_dir)
     saved = checkpoints.last_saved(run_dir, since)
     try:
         lines = read_lines(run_dir / METRICS)
@@ -320,11 +320,11 @@ def read_attempt(
     error_type, error, reported = read_error(run_dir / supervisor_file.ERROR_FILE, started)
     return Attempt(
         reported if code == exit_codes.FAILED and reported is not None else code,
-        told.run_dir,
+        report.run_dir,
         error,
         max(steps, default=saved),
         saved,
-        told.no_restart,
+        report.no_restart,
         error_type,
     )
 

@@ -57,7 +57,7 @@ def begin(stop: Stop, run_dir: Path) -> None:
     stop.on_end = partial(run_record.end, run_dir)
     run_record.begin(run_dir)
     log(f"started: process {os.getpid()} on {socket.gethostname()}")
-    supervisor_file.tell(supervisor_file.Told(str(run_dir)))
+    supervisor_file.write(supervisor_file.Report(str(run_dir)))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Notes of `verlite check` and of a run's start on legal settings that are rarely meant.
 
-Keys without effect are told by their fields' `used_when` (`conditions`).
+Notes on keys without effect come from their fields' `used_when` (`conditions`).
 """
 
 import os
