@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 import ray
+from ray._private.utils import write_ray_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from verlite.controller import head, ray_internals
@@ -128,6 +129,17 @@ def test_the_wait_for_a_head_ends_with_what_is_missing(reason, serve, closed_por
     assert reason in str(caught.value)
     assert "ray_kwargs.wait_s (here 1.2 s)" in str(caught.value)
     assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_running_cluster_is_where_ray_start_recorded_it(variable, tmp_path, monkeypatch):
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    assert ray_internals.running_cluster() is None
+    write_ray_address("127.0.0.1:6379")
+    assert ray_internals.running_cluster() == "127.0.0.1:6379"
 
 
 def test_which_cluster_is_joined_without_an_address(serve, closed_port, monkeypatch):

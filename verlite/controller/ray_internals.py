@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+CURRENT_CLUSTER = "ray_current_cluster"
+"""File in Ray's folder with the address that the last `ray start` recorded."""
+
 
 def running_cluster() -> str | None:
     """Return the address that the last `ray start` on this machine recorded.
@@ -21,7 +24,7 @@ def running_cluster() -> str | None:
     """
     set_by = (os.environ.get(name, "/tmp") for name in ("RAY_TMPDIR", "TMPDIR"))
     folders = {*set_by, tempfile.gettempdir()}
-    if not any(Path(folder, "ray", "ray_current_cluster").exists() for folder in folders):
+    if not any(Path(folder, "ray", CURRENT_CLUSTER).exists() for folder in folders):
         return None  # importing Ray takes most of a second
     from ray._private.utils import read_ray_address
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from verlite.controller import guardian, node, ray_node
 from verlite.controller.cluster import daemon_environment
 from verlite.controller.node import Process
+from verlite.controller.ray_internals import CURRENT_CLUSTER
 from verlite.controller.ray_node import MARK, RayNode
 from verlite.launch import ClusterError
 
@@ -177,7 +178,7 @@ def end(ray: RayNode) -> int:
     is_shared = bool(ray.session_dir) and _raylets_using(ray.session_dir, ray.mark)
     kill(ray.mark, "" if is_shared else ray.session_dir)
     if ray.session_dir and not is_shared:
-        current = Path(ray.session_dir).parent / "ray_current_cluster"
+        current = Path(ray.session_dir).parent / CURRENT_CLUSTER
         try:
             if current.read_text().strip() == ray.address:
                 current.unlink()
