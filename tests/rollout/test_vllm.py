@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,8 @@ def model(path: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(path: str):
+    from llvmlite.binding import ffi  # as in a worker whose tools import numba
+
     rollout = GenerationSpec(
         enforce_eager=True,
         kv_cache_gb=0.25,
@@ -66,6 +69,7 @@ def engine(path: str):
         engine_kwargs={"vllm": {"block_size": 32}},
     )
     engine = build_engine("vllm", ModelSpec(path=path), rollout, 160, torch.device("cpu"), seed=1)
+    assert sys.modules[ffi.__name__] is ffi
     assert engine.version == -1
     with pytest.raises(EngineError, match="no weights yet"):
         ask(engine, [[5]], LONG)

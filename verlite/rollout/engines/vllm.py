@@ -8,7 +8,9 @@ which takes most of the engine's start time.
 import itertools
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -42,6 +44,10 @@ from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
 
 _LOG_PROBS_REQUEST = "log-probs"
+_UNREADABLE = "llvmlite.binding.ffi"
+"""A module of numba's, which tools and reward functions may import (bm25s does). When vLLM 0.32
+starts on a CPU, it looks into every object of every module, and fails at one of this module that
+claims to have every attribute."""
 
 
 class VLLMCore:
@@ -64,7 +70,8 @@ class VLLMCore:
             )
         args = engine_args(options)
         self._shards = options.rollout.tensor_model_parallel_size
-        with dividing(self._shards):  # a worker of one shard is this process
+        # A worker of one shard is this process, and others may be forks of it.
+        with dividing(self._shards), _hidden(_UNREADABLE):
             self.engine = LLMEngine.from_engine_args(args)
         self.tokenizer = self.engine.get_tokenizer()
         self.max_model_len = options.max_model_len
@@ -238,6 +245,17 @@ class VLLMCore:
         """Stop vLLM's executor and its worker processes, if any."""
         self.engine.engine_core.shutdown()
         del self.engine
+
+
+@contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Take a module out of sys.modules for the time of the block."""
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
 
 
 def engine_args(options: EngineOptions) -> EngineArgs:
