@@ -82,7 +82,7 @@ def test_guide_004(convert, files):
     }
     assert {key: conversion.values.get(key) for key in expected} == expected
     warned = [warning.typed for warning in conversion.warnings]
-    assert "runner.logger.logger_backends=tensorboard swanlab" in warned
+    assert conversion.values["trainer.logger"] == ["console", "tensorboard", "wandb"]
     assert "algorithm.early_stop_imp_ratio=5.0" in warned
     assert "reward.reward_scale=5.0" in warned
     assert conversion.before == [

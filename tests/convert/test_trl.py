@@ -256,6 +256,18 @@ def test_a_command_line(tmp_path):
     assert values["actor_rollout_ref.model.target_modules"] == ["a", "b"]
 
 
+def test_each_tracker_is_converted_or_warned_about():
+    line = "trl grpo --model_name_or_path m --dataset_name d.json --trackio_space_id me/runs "
+    conversion = trl.convert(
+        None, words=f"{line}--report_to mlflow clearml trackio swanlab".split()
+    )
+    assert conversion.values["trainer.logger"] == ["console", "mlflow", "trackio", "swanlab"]
+    warned = {one.typed.partition("=")[0]: one.text for one in conversion.warnings}
+    assert warned.keys() == {"trackio_*", "report_to"}
+    assert "no tracker clearml" in warned["report_to"] and "trackers.md" in warned["report_to"]
+    assert "TRACKIO_SPACE_ID" in warned["trackio_*"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

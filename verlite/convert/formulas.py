@@ -7,6 +7,7 @@ from pathlib import Path
 from verlite.config.problems import ConfigError, Problem
 from verlite.convert.engine import Draft
 from verlite.convert.rows import ACTOR, MODEL
+from verlite.spec.catalog import TRACKERS
 
 CORRECTION = "algorithm.rollout_correction."
 KL_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
@@ -102,9 +103,13 @@ def same_reference(draft: Draft, name: str, model: str) -> None:
 
 
 def trackers(draft: Draft, name: str, backends: Sequence[str]) -> None:
-    """Set the trackers, and warn of those that are not converted."""
-    known = [backend for backend in backends if backend in ("wandb", "tensorboard")]
+    """Set the trackers, and warn of those that verlite does not have."""
+    known = [backend for backend in backends if backend in TRACKERS]
     draft.set("trainer.logger", ["console", *known], explicit=False)
     for backend in backends:
         if backend not in (*known, "none"):
-            draft.warn(name, f"{backend} is not supported")
+            draft.warn(
+                name,
+                f"verlite has no tracker {backend}, but {', '.join(TRACKERS)}. A class of your own "
+                "can send metrics anywhere (docs/trackers.md)",
+            )
