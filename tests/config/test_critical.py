@@ -240,3 +240,33 @@ def test_weights_beside_a_tokenizer_do_not_matter(tmp_path):
     begin_run()
     assert set(model_contents(str(tmp_path), "tokenizer_path")) == {"tokenizer.json"}
     assert set(model_contents(str(tmp_path))) == {"tokenizer.json", "model.safetensors"}
+
+
+GDPO = "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=4 algorithm.gdpo_reward_keys=[a,b]"
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        (GDPO, "algorithm.gdpo_reward_keys=[a,c]"),
+        (GDPO, "algorithm.gdpo_reward_weights=[1,0.5]"),
+        ("algorithm.adv_estimator=gae", "algorithm.gamma=0.9"),
+        ("algorithm.adv_estimator=gae", "algorithm.lam=0.9"),
+        ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false"),
+        ("algorithm.adv_estimator=mine:f", "algorithm.gamma=0.9"),
+    ],
+)
+def test_what_the_estimator_reads_must_not_change(material, line, change):
+    saved = json.loads(json.dumps(critical_settings(material.load(*line.split()).config)))
+    changed = material.load(*line.split(), change).config
+    with pytest.raises(RunRefused) as refused:
+        refuse_changed_settings(changed, saved)
+    lines = [text.strip() for text in str(refused.value).splitlines() if text.startswith("  ")]
+    assert [text.partition(":")[0] for text in lines] == [change.partition("=")[0]]
+
+
+def test_what_the_estimator_does_not_read_may_change(material):
+    line = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    saved = critical_settings(material.load(*line).config)
+    changed = material.load(*line, "algorithm.lam=0.9", "algorithm.gamma=0.9").config
+    assert refuse_changed_settings(changed, saved) == []

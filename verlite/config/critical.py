@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config.plan import files_of, max_turns
-from verlite.config.schema import Config, ModelConfig
+from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
 from verlite.importing import module_path
-from verlite.spec.catalog import ENV_FACTORIES
+from verlite.spec.catalog import ENV_FACTORIES, ESTIMATORS, reads
 
+ESTIMATOR = {
+    "gamma": "gamma",
+    "lam": "lam",
+    "norm_adv_by_std_in_grpo": "norm_adv_by_std_in_grpo",
+    "gdpo_reward_keys": "gdpo_rewards",
+    "gdpo_reward_weights": "gdpo_reward_weights",
+}
+"""Keys of the section algorithm that define the advantages -> the input of the estimator."""
 AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
 LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 CONTENT = "contents of data.train_files (SHA-256)"
@@ -155,6 +163,13 @@ def _environment(config: Config) -> dict[str, Any]:
     return settings
 
 
+def _estimator(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the advantage estimator, and the settings that it reads."""
+    name = algorithm.adv_estimator
+    used = [key for key, field in ESTIMATOR.items() if reads(ESTIMATORS, name, field)]
+    return {f"algorithm.{key}": getattr(algorithm, key) for key in ("adv_estimator", *used)}
+
+
 def critical_settings(config: Config) -> dict[str, Any]:
     """Return the settings whose change would change the results of a resumed run."""
     actor = config.actor_rollout_ref.actor
@@ -165,7 +180,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "actor_rollout_ref.rollout.seed": rollout.seed,
         "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
         "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        **_estimator(config.algorithm),
         "data.train_files": config.data.train_files,
         CONTENT: contents(config.data.train_files),
         "data.train_batch_size": config.data.train_batch_size,
