@@ -1,4 +1,5 @@
-"""Learning curves of every recipe in conf/ on the quickstart task: recipes/methods/curves.png.
+"""Learning curves of every recipe in conf/ on the quickstart task: recipes/methods/curves.png, or
+recipes/quickstart/build/curves.png for some of them.
 
     python -m recipes.methods.curves [--seeds 0 1 2] [--methods dapo rloo]
 
@@ -25,6 +26,11 @@ PICTURE = Path(__file__).with_name("curves.png")
 METHODS: dict[str, list[str]] = {
     "ppo": ["critic.optim.lr=1e-3", "critic.model.enable_gradient_checkpointing=false"],
     "grpo": [],
+    "gdpo": [
+        "custom_reward_function.path=recipes/gdpo/reward.py",
+        "algorithm.gdpo_reward_keys=[accuracy,right_digits]",
+        "algorithm.gdpo_reward_weights=[1,0.5]",
+    ],
     "dr_grpo": [],
     "dapo": [],
     # Several updates per step: GSPO's ratio is 1 in the first.
@@ -100,9 +106,9 @@ def draw(methods: list[str], seeds: list[int]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 6.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(13, 9.3), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 4, sharex=True, sharey=True).flatten()
+    panels = figure.subplots(3, 3, sharex=True, sharey=True).flatten()
     print("| recipe | held out, greedy: before | step 4 | step 8 | step 24 |")
     print("|---|---|---|---|---|")
     for panel, method in zip(panels, methods, strict=False):
@@ -123,13 +129,14 @@ def draw(methods: list[str], seeds: list[int]) -> None:
         panel.set(title=method, ylim=(-0.03, 1.03))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-    for panel in panels[4:]:
+    for panel in panels[-3:]:
         panel.set_xlabel("training step")
-    for panel in panels[::4]:
+    for panel in panels[::3]:
         panel.set_ylabel("right (thick: held out, greedy)")
     panels[0].legend(frameon=False, loc="lower right")
-    figure.savefig(PICTURE)
-    print(PICTURE)
+    picture = PICTURE if methods == list(METHODS) else ROOT / BUILD / PICTURE.name
+    figure.savefig(picture)
+    print(picture)
 
 
 def samples(method: str, seed: int) -> list[tuple[int, float]]:

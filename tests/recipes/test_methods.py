@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.gdpo.reward import compute_score
 from recipes.methods.curves import METHODS, task_settings
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
@@ -28,8 +29,12 @@ def given(tmp_path_factory) -> list[str]:
     ]
 
 
+PARTS = {"gdpo": ["algorithm.gdpo_reward_keys=[accuracy,format]"]}
+"""What a method needs of the user's reward function."""
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given):
+def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given, monkeypatch):
     alone = [
         "trainer.total_training_steps=9",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
@@ -41,13 +46,14 @@ def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given):
         "data.max_prompt_length=64",
         "data.max_response_length=64",
     ]
-    notes = [str(note) for note in compose(method, [*given, *alone]).notes]
+    notes = [str(note) for note in compose(method, [*given, *alone, *PARTS.get(method, [])]).notes]
     assert [note for note in notes if "name=auto chose" not in note] == []
     on_task = [
         setting
         for setting in task_settings()
         if not setting.startswith(("data.train_files", "data.val_files", "trainer.test_freq"))
     ]
+    monkeypatch.chdir(TOP)
     loaded = compose(method, [*on_task, *given, "trainer.test_freq=-1", *METHODS[method]])
     assert loaded.config.actor_rollout_ref.rollout.n == 8
     assert make_plan(loaded.config).batch_size == 512
@@ -56,6 +62,7 @@ def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given):
 EXPECTED = {
     "ppo": {"needs_reference": True},
     "grpo": {"needs_reference": True},
+    "gdpo": {"needs_reference": True, "samples_per_prompt": 5},
     "dr_grpo": {"needs_reference": False},
     "dapo": {
         "filters_groups": True,
@@ -82,6 +89,19 @@ def test_recipe_configures_its_method(method, given):
             False,
             "seq-mean-token-sum-norm",
         )
+
+
+@pytest.mark.parametrize(
+    ("written", "accuracy", "right_digits"),
+    [("5190", 1, 1), ("5180", 0, 0.75), ("519", 0, 0.75), ("51901", 0, 1), ("", 0, 0)],
+)
+def test_the_parts_of_gdpos_reward(written, accuracy, right_digits):
+    """47+48 is 95: the columns write 5, carry 1, 9, carry 0."""
+    assert compute_score("verlite/arithmetic", written, "5190", {}) == {
+        "score": accuracy,
+        "accuracy": accuracy,
+        "right_digits": right_digits,
+    }
 
 
 def test_page_names_every_algorithm_recipe_and_key():
