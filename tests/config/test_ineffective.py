@@ -158,7 +158,6 @@ CASES = [
         f"{GRPO} algorithm.use_kl_in_reward=true",
     ),
     ("algorithm.whiten_advantages=true", "", GRPO),
-    (f"{ACTOR}checkpoint.save_contents=[hf_model]", "", "trainer.save_freq=5"),
     ("critic.optim.num_cycles=1", "", "critic.optim.lr_scheduler_type=cosine"),
     (f"{ROLLOUT}tensor_model_parallel_size=1", "", None),
     (f"{ROLLOUT}enforce_eager=true", "", None),
@@ -175,7 +174,6 @@ CASES = [
     ("trainer.val_before_train=false", f"{VAL} trainer.val_only=true", VAL),
     ("trainer.critic_warmup=3", GRPO, ""),
     ("trainer.resume_from_path=/x/global_step_3", "", None),
-    ("trainer.max_actor_ckpt_to_keep=3", "", "trainer.save_freq=5"),
     (f"{ROLLOUT}engine_kwargs.sglang.a=1", "", None),
     ("ray_kwargs.ray_init.num_cpus=8", "ray_kwargs.ray_init.address=auto", ""),
     ("max_turns=4", "do_search=false", ""),
@@ -201,6 +199,19 @@ def test_key_without_effect_has_one_note(material, key, off, on):
     assert has_note(off)
     if on is not None:
         assert not has_note(on)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{ACTOR}checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "trainer.max_actor_ckpt_to_keep=3",
+        "trainer.max_failed_saves=5",
+    ],
+)
+def test_settings_of_a_save_count_for_the_save_of_a_stop(material, key):
+    """Without trainer.save_freq only a stop saves."""
+    assert material.notes(*GRPO.split(), key) == []
 
 
 def test_zero_critic_warmup_has_no_note(material):

@@ -464,3 +464,12 @@ def test_servers_need_no_device(material):
     plan = make_plan(material.load(*network).config, "cuda")
     assert plan.weights.transport == ("shared_memory",)
     assert dict(plan.lines())["weight sync"] == "shared_memory; collective to each server"
+
+
+@pytest.mark.parametrize(
+    ("frequency", "words"),
+    [(5, "save every 5 steps"), (-1, "only a stop saves a checkpoint (trainer.save_freq=-1)")],
+)
+def test_the_table_says_when_checkpoints_are_saved(material, frequency, words):
+    lines = dict(make_plan(material.load(f"trainer.save_freq={frequency}").config).lines())
+    assert lines["run"].endswith(f", {words}")

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import tiny_model
 from verlite import threads
-from verlite.engine.scoring import ScoringError, ScoringSettings, TokenScorer, _parts
+from verlite.engine import family
+from verlite.engine.scoring import ScoringError, ScoringSettings, TokenScorer, _parts, _serve
 
 pytestmark = pytest.mark.process
 
@@ -46,6 +48,15 @@ def scorer(model):
         made = TokenScorer(ScoringSettings(model, ranks=2, batch_tokens=64))
     yield made
     made.close()
+
+
+def test_a_model_without_a_small_copy_is_warned_about(model, monkeypatch, caplog):
+    monkeypatch.setattr(family, "small_config", lambda config, **options: None)
+    caller, end = Pipe()
+    caller.close()
+    with pytest.raises(BrokenPipeError):
+        _serve(0, ScoringSettings(model).resolved(), end)
+    assert caplog.text.count("no small copy of a qwen2 model can be built") == 1
 
 
 def test_ranks_divide_the_threads(scorer):

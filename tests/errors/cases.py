@@ -746,7 +746,7 @@ CASES = (
         "Generation servers that do not run",
         f"{SERVERS}[http://127.0.0.1:1] {ROLLOUT}server_wait_s=0",
         (
-            f"no generation server answers within {ROLLOUT}server_wait_s=0",
+            f"no generation server answers (how long a run waits: {ROLLOUT}server_wait_s=0)",
             "http://127.0.0.1:1",
             "verlite serve generation",
             f"{ROLLOUT}servers",

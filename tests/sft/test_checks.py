@@ -68,8 +68,8 @@ def test_all_problems_are_reported_at_once(name: str, folder: Path, tiny_qwen2: 
         (
             "trainer.resume_from_path=global_step_3 is damaged",
             "val.jsonl has no column",
-            "model.override_config.nope is not a value",
             "data.train_batch_size=17 is more than the 16",
+            "model.override_config.nope is not a value",
             "data.max_token_len_per_gpu=3 has no room",
         ),
         errors,

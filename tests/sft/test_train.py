@@ -26,6 +26,7 @@ from verlite.control.machine import Machine
 from verlite.controller import stop as stop_module
 from verlite.controller.stop import Stop
 from verlite.data.sampler import PromptSampler
+from verlite.engine import family
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
@@ -237,6 +238,15 @@ def test_settings_of_the_tokens_are_critical(tiny_qwen2, sums, tmp_path, change,
 
     before, after = settings(), settings(change)
     assert [key for key in after if after[key] != before[key]] == [change.split("=")[0]]
+
+
+def test_a_model_without_a_small_copy_is_warned_about_once(
+    tiny_qwen2, sums, tmp_path, capfd, caplog, monkeypatch
+):
+    monkeypatch.setattr(family, "small_config", lambda config, **options: None)
+    assert main(run_options(sums, tiny_qwen2, tmp_path, "trainer.total_training_steps=1")) == 0
+    printed = " ".join("".join(capfd.readouterr()).split()) + caplog.text
+    assert printed.count("no small copy of a qwen2 model can be built") == 1
 
 
 def test_a_run_stops_before_its_time_is_over(tiny_qwen2, sums, tmp_path, capsys, monkeypatch):

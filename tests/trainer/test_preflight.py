@@ -410,6 +410,28 @@ def test_check_and_command_say_the_same(
         assert "a run would not start now" in said
 
 
+@pytest.mark.parametrize("kind", [SFT, DPO])
+def test_a_refused_run_says_what_was_found_before(
+    kind: str, made: Path, started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which checkpoint was passed over, when a later check ends the run."""
+    monkeypatch.chdir(shutil.copytree(made, tmp_path / "sums"))
+    saved()(kind)
+    Path("run/global_step_30").mkdir()
+    code, said = printed(MAINS[kind], [*ARGUMENTS[kind], "data.max_token_len_per_gpu=5"])
+    assert code == 2 and "data.max_token_len_per_gpu=5 has no room" in said
+    assert " ".join(said.split()).count("warning: ignored incomplete checkpoint") == 1
+
+
+def test_sft_refuses_too_few_rows_before_it_tokenizes(
+    made: Path, started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shutil.copytree(made, tmp_path / "sums"))
+    no_tokenizer()
+    code, said = printed(MAINS[SFT], [*ARGUMENTS[SFT], "data.train_batch_size=17"])
+    assert code == 2 and "is more than the 16 training rows" in said and "tokenizer" not in said
+
+
 def called_checks(module: str, source: str) -> set[str]:
     """Return the check functions that a module imports or calls, as "module:name"."""
     functions = {check.function for check in CHECKS}

@@ -235,6 +235,8 @@ def test_a_run_with_nothing_left(folder: Path) -> None:
     (warning,) = trial.warnings
     assert "global_step_3 is from the last step, 3: a run would find nothing left" in warning
     assert trial.verdict() == "The configuration is fine. See the notes above."
+    (warning,) = tried("trainer.total_training_steps=2").warnings
+    assert "global_step_3 is beyond the last step, 2: a run would find nothing left" in warning
 
 
 def test_a_run_directory_in_use(folder: Path) -> None:

@@ -191,8 +191,8 @@ class Plan:
 
     def steps(self, train_rows: int) -> tuple[int, int]:
         """Return the training steps (per epoch, of the whole run) for a number of training rows."""
-        per_epoch = train_rows // self.prompts
-        return per_epoch, run_length(per_epoch, self.total_epochs, self.total_training_steps)
+        epochs, steps = self.total_epochs, self.total_training_steps
+        return run_length(train_rows, self.prompts, epochs, steps)
 
     def with_rows(self, train_rows: int) -> "Plan":
         """Return the plan for a number of training rows."""
@@ -507,13 +507,17 @@ def _run(config: Config, count_rows: bool) -> dict[str, Any]:
     }
 
 
-def run_length(per_epoch: int, epochs: int | None, steps: int | None) -> int:
-    """Return the training steps of a run: those of its epochs, or `steps` if they end first.
+def run_length(rows: int, batch: int, epochs: int | None, steps: int | None) -> tuple[int, int]:
+    """Return the training steps (per epoch, of the whole run).
 
-    One of the two must be given.
+    The run has those of its epochs, or `steps` if they end first. One of the two must be given.
+
+    Args:
+        rows: training rows, of which each step takes `batch`.
     """
+    per_epoch = rows // batch
     limits = [epochs and epochs * per_epoch, steps]
-    return min(limit for limit in limits if limit is not None)
+    return per_epoch, min(limit for limit in limits if limit is not None)
 
 
 def which_ends(per_epoch: int, epochs: int | None, steps: int | None) -> str:
@@ -539,7 +543,7 @@ def _words(config: Config, fields: dict[str, Any]) -> list[tuple[str, str]]:
     if trainer.save_freq > 0:
         run.append(f"save every {trainer.save_freq} steps")
     else:
-        run.append("no checkpoints to resume from (trainer.save_freq=-1)")
+        run.append("only a stop saves a checkpoint (trainer.save_freq=-1)")
     return [
         ("model", _model(config.actor_rollout_ref.model)),
         ("algorithm", ", ".join(_algorithm_words(config, fields))),

@@ -414,7 +414,6 @@ class CheckpointConfig:
         "model, optimizer and extra are in every checkpoint, because a resume needs them. Add "
         "hf_model for the weights as a Hugging Face folder: global_step_N/actor/huggingface.",
         choices=("model", "optimizer", "extra", "hf_model"),
-        used_when="trainer.save_freq>0",
     )
 
 
@@ -1468,7 +1467,6 @@ class TrainerConfig(RunConfig):
         None,
         "Keep this many newest checkpoints. null: all.",
         bound=">= 1",
-        used_when="trainer.save_freq>0",
     )
     export_hf: bool = key(
         True,
@@ -1528,7 +1526,6 @@ class TrainerConfig(RunConfig):
         "Stop the run after this many consecutive failed saves, but not within two minutes of the "
         "first.",
         bound=">= 1",
-        used_when="trainer.save_freq>0",
     )
 
 

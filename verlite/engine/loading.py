@@ -15,7 +15,6 @@ decoder layer at a time, and copies only its own part of each.
 """
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -42,8 +41,6 @@ from verlite.engine.export import layer_prefix
 from verlite.engine.folder import ModelError
 from verlite.engine.model import checkpoint_dtype, load_model, load_skeleton
 from verlite.spec.roles import ModelSpec
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -78,9 +75,7 @@ def read_on_rank_zero(
     tensors: dict[str, Tensor] = {}
 
     def read() -> Any:
-        unproven = family.check(model, kind)
-        if unproven:
-            log.warning(unproven)
+        family.check(model, kind)
         loaded = load_model(model, kind, checkpoint_dtype(model.path) or dtype)
         tensors.update(loaded.named_parameters(remove_duplicate=False))
         tensors.update(persistent_buffers(loaded))

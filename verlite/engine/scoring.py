@@ -4,6 +4,7 @@ The caller's process holds no model. With several processes the weights are shar
 (FSDP2), and each computes a part of the sequences. Processes end with the caller.
 """
 
+import logging
 import os
 import sys
 import tempfile
@@ -20,6 +21,8 @@ import numpy as np
 from verlite.machine import visible_gpus
 from verlite.spec.roles import FSDPSpec, ModelSpec
 from verlite.threads import dividing
+
+log = logging.getLogger(__name__)
 
 SHAPE = (
     "model_type",
@@ -198,6 +201,7 @@ def _work(rank: int, settings: ScoringSettings, end: Connection, store: str) -> 
 
 
 def _serve(rank: int, settings: ScoringSettings, end: Connection) -> None:
+    from verlite.engine import family
     from verlite.engine.fsdp import TrainEngine
     from verlite.engine.micro import MicroBatching
 
@@ -205,6 +209,9 @@ def _serve(rank: int, settings: ScoringSettings, end: Connection) -> None:
     fsdp = FSDPSpec(dtype=settings.dtype, model_dtype=settings.model_dtype)
     device = f"cuda:{rank}" if settings.device == "cuda" else "cpu"
     engine = TrainEngine(model, fsdp, head="lm", device=device)
+    unproven = family.check(model, "lm") if rank == 0 else None
+    if unproven:
+        log.warning(unproven)
     end.send(_facts(engine, settings))
     while True:
         sequences, scored, temperature = end.recv()

@@ -103,7 +103,10 @@ def _reason_without_checkpoints(path: Path) -> str:
     if (path / "config.json").is_file():
         return "is already a Hugging Face model folder."
     if (path / "metrics.jsonl").is_file():
-        why = "is a run directory without checkpoints: trainer.save_freq=-1 saves none."
+        why = (
+            "is a run directory without checkpoints: with trainer.save_freq=-1 only a stop saves "
+            "one."
+        )
         done = (path / "huggingface" / "config.json").is_file()
         return f"{why} Its last model is already in {path / 'huggingface'}." if done else why
     return "contains no global_step_N folder."

@@ -352,6 +352,11 @@ def on_first_rank(function: Callable[[], _T]) -> _T:
     return result
 
 
+def of_first_rank(value: _T) -> _T:
+    """Return rank 0's value on every rank."""
+    return on_first_rank(lambda: value)
+
+
 def on_first_rank_only(function: Callable[[], _T]) -> _T | None:
     """Call a function on rank 0. Return None on the others, but raise on all what it raises."""
     results: list[_T] = []
@@ -363,9 +368,7 @@ def save(run: Run) -> events.Command | None:
     """Write a checkpoint. Return what the control says then. All ranks must call it. Raises
     CheckpointError (`saving`)."""
     keep = run.config.trainer.max_ckpt_to_keep if run.rank == 0 else None
-    return saving.save(
-        run, partial(_write, run), keep, lambda following: on_first_rank(lambda: following)
-    )
+    return saving.save(run, partial(_write, run), keep, of_first_rank)
 
 
 def _write(run: Run) -> None:
@@ -378,7 +381,7 @@ def _write(run: Run) -> None:
 
     def save_parts(folder: Path) -> None:
         told.append(folder)
-        on_first_rank(lambda: folder)
+        of_first_rank(folder)
         run.engine.save(folder / ROLE)
         seen = len(list(folder.glob(f"{ROLE}/rng_rank_*.json")))
         if seen != run.ranks:
@@ -393,15 +396,15 @@ def _write(run: Run) -> None:
         except CheckpointError as error:
             failure = error
         if not told:
-            on_first_rank(lambda: None)
+            of_first_rank(None)
     else:
-        folder = on_first_rank(lambda: None)
+        folder = of_first_rank(None)
         if folder is not None:
             try:
                 run.engine.save(folder / ROLE)
             except OSError:
                 pass  # raised on all ranks; rank 0 says why
-    failure = on_first_rank(lambda: failure)
+    failure = of_first_rank(failure)
     if failure is not None:
         raise failure
 

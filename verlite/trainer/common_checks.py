@@ -119,8 +119,8 @@ def steps_left(found: Preflight) -> None:
     epochs, steps = trainer.epochs(), trainer.total_training_steps
     if not found.is_whole and epochs:
         return
-    per_epoch = found.sampler.size // found.config.data.train_batch_size
-    found.total_steps = run_length(per_epoch, epochs, steps)
+    batch = found.config.data.train_batch_size
+    _, found.total_steps = run_length(found.sampler.size, batch, epochs, steps)
     step = found.state["step"]
     if step < found.total_steps or found.validates_only:
         return
@@ -128,8 +128,9 @@ def steps_left(found: Preflight) -> None:
         arguments = found.run_dir, found.state, found.total_steps, found.is_run
         raise found.on_first_rank(partial(already_complete, *arguments))
     if not found.is_run:
+        place = "from" if step == found.total_steps else "beyond"
         found.findings.warnings.append(
-            f"{found.checkpoint and found.checkpoint.path} is from the last step, "
+            f"{found.checkpoint and found.checkpoint.path} is {place} the last step, "
             f"{found.total_steps}: a run would find nothing left to train, and write the export"
         )
 

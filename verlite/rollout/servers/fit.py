@@ -113,8 +113,8 @@ async def _check(
             limit = f"actor_rollout_ref.rollout.server_wait_s={rollout.server_wait_s:g}"
             if not waits or 0 <= rollout.server_wait_s <= time.monotonic() - began:
                 raise NoServer(
-                    f"no generation server answers within {limit}: {each}. Start them "
-                    f"(`verlite serve generation`), or correct {KEY}"
+                    f"no generation server answers (how long a run waits: {limit}): {each}. Start "
+                    f"them (`verlite serve generation`), or correct {KEY}"
                 )
             if not has_said:
                 say(f"waiting for a generation server ({limit}): {each}")
