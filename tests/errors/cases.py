@@ -1133,7 +1133,7 @@ CASES = (
     ),
     Case(
         "Supervised fine-tuning: an example is too long",
-        "data.train_files=rows.jsonl data.max_length=8",
+        "data.train_files=rows.jsonl data.train_batch_size=1 data.max_length=8",
         (
             "rows.jsonl row 1: the example has 10 tokens, more than data.max_length=8",
             "data.truncation=right",
@@ -1145,14 +1145,15 @@ CASES = (
     ),
     Case(
         "Supervised fine-tuning: a conversation without an answer",
-        "data.train_files=rows.jsonl",
+        "data.train_files=rows.jsonl data.train_batch_size=1",
         ("rows.jsonl row 0: no message has the role assistant", "nothing to learn"),
         program=SFT,
         files=lines_of(chat("user", "user")),
     ),
     Case(
         "Supervised fine-tuning: the chat template changes earlier turns",
-        "data.train_files=rows.jsonl 'model.custom_chat_template=\"{% for m in messages %}"
+        "data.train_files=rows.jsonl data.train_batch_size=1 "
+        "'model.custom_chat_template=\"{% for m in messages %}"
         "{{ m.content if loop.last else m.content[:1] }}{% endfor %}\"'",
         (
             "rows.jsonl row 0: message 1: the chat template writes",

@@ -398,7 +398,7 @@ def _write(run: Run) -> None:
         if not told:
             of_first_rank(None)
     else:
-        folder = of_first_rank(None)
+        folder: Path | None = of_first_rank(None)
         if folder is not None:
             try:
                 run.engine.save(folder / ROLE)
