@@ -381,9 +381,9 @@ def test_unknown_config_name_lists_sft_files_only(material):
 def test_invalid_model_path_is_one_message(material, tmp_path, path, capsys):
     path = path.replace("{folder}", str(tmp_path))
     file = write_prompts(tmp_path / "train.parquet", 2, response="2")
-    options = [f"data.train_files={file}", f"model.path={path}", "trainer.device=cpu"]
+    options = [f"data.train_files={file}", "data.train_batch_size=1", f"model.path={path}"]
     try:
-        code = main([*options, f"trainer.default_local_dir={tmp_path}/run"])
+        code = main([*options, "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"])
     except SystemExit as stop:  # of a key, before the run begins
         code = stop.code
     assert code == 2

@@ -80,7 +80,12 @@ MUTANTS = [
     Mutant(
         "trainer.total_training_steps replaces the epochs",
         PLAN + "run_length",
-        calls(lambda original, per_epoch, epochs, steps: steps or epochs * per_epoch),
+        calls(
+            lambda original, rows, batch, epochs, steps: (
+                rows // batch,
+                steps or epochs * (rows // batch),
+            )
+        ),
         (PLANS, "tests/sft/test_train.py"),
     ),
     Mutant(
