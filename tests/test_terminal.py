@@ -18,7 +18,8 @@ from verlite.controller import stop
 from verlite.terminal import CleanStream, clean, console
 from verlite.trainer import checkpoints
 from verlite.trainer.display import Display
-from verlite.trainer.errors import RunRefused, print_error
+from verlite.trainer.ending import print_error
+from verlite.trainer.errors import RunRefused
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31m\x9b1m\x9d0;a\x9c\u202eabc\u2066\u200f\r\x08"
 EVIL += "[x][/x][bold]:warning:"

@@ -14,13 +14,13 @@ import pytest
 import verlite
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
+from verlite.api import own_code
+from verlite.api.own_code import ENV_VARS, with_own_code
 from verlite.api.result import Result
-from verlite.api.run import ENV_VARS, _own_code
 from verlite.config.compile import env_spec
 from verlite.controller.failures import RayLost
 from verlite.controller.stop import Stop
 from verlite.envs.factory import EnvFactory, build_env_factory
-from verlite.trainer import own_code
 from verlite.trainer.ending import begin, end_at_once, report
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.opening import lock_run_dir
@@ -226,7 +226,7 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
 
 def test_environment_gets_a_module_that_workers_find(config, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/before")
-    with _own_code(config, None, Scale, tmp_path) as whole:
+    with with_own_code(config, None, Scale, tmp_path) as whole:
         assert whole["env.name"] == "verlite_own_env:Scale"
         assert whole[ENV_VARS]["PYTHONPATH"] == f"{tmp_path}:/before"
         import verlite_own_env
@@ -249,7 +249,7 @@ def test_an_environment_of_a_notebook_gets_its_settings(config, tmp_path):
 
     settings = {"max_turns": 2, "env.kwargs": {"bonus": 0.5}}
     for env in (Game, lambda bonus: Game(bonus)):
-        with _own_code(config.override(settings), None, env, tmp_path) as whole:
+        with with_own_code(config.override(settings), None, env, tmp_path) as whole:
             factory = build_env_factory(env_spec(whole.loaded(check=False).config))
         assert isinstance(factory, EnvFactory)
         assert factory.env({"secret": 7}) == (0.5, {"secret": 7})

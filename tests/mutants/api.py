@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "functions leave a folder on the Python path",
-        RUN + "_own_code",
+        "verlite.api.own_code:with_own_code",
         calls(_leaves_the_folder),
         LIBRARY,
     ),

@@ -498,7 +498,7 @@ MUTANTS = [
     ),
     Mutant(
         "functions of a notebook are imported by their names",
-        "verlite.trainer.own_code:is_importable",
+        "verlite.api.own_code:is_importable",
         returns(True),
         ("tests/api/test_library.py",),
     ),

@@ -14,22 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verlite.api import own_code
 from verlite.api.config import RunConfig
 from verlite.api.result import Result
 from verlite.config.plan import Plan, make_plan
 from verlite.config.problems import Note
 from verlite.terminal import console
-
-ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
-ENV_MODULE = "verlite_own_env"
-REWARD_FILE = "reward.py"
-AS_TEXT = {
-    "reward": "Pass the function itself, as in `from my_reward import compute_score`, or name its "
-    'file in the configuration: {"custom_reward_function.path": "my_reward.py"}',
-    "env": "Pass the class itself, as in `from my_env import Factory`, or name it in the "
-    'configuration: {"env.name": "my_env:Factory"}',
-}
-"""What to do in place of passing text."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,7 @@ def check(
 
     _refuse_other_types(config)
     with tempfile.TemporaryDirectory() as folder, _no_event_loop():
-        with _own_code(config, reward, env, Path(folder)) as whole:
+        with own_code.with_own_code(config, reward, env, Path(folder)) as whole:
             loaded = whole.loaded()
             plan = make_plan(loaded.config)
             found = try_rl(loaded.config)
@@ -98,7 +88,7 @@ def train(
         config: from `load_config`.
         reward: function of the reward, as custom_reward_function names it: it takes data_source,
             solution_str, ground_truth and extra_info by name, and returns a number or a dict with
-            "score". Reward processes get it from the run directory (`verlite.trainer.own_code` has
+            "score". Reward processes get it from the run directory (`verlite.api.own_code` has
             the limits).
         env: EnvFactory subclass, or a function that returns an EnvFactory, for samples of several
             turns (max_turns). It gets the entries of env.kwargs.
@@ -125,7 +115,7 @@ def train(
     run_dir = Path(absolute(config["trainer.default_local_dir"]))
     if reward is not None or env is not None:
         lock_run_dir(run_dir).close()  # the files of a running run must not change
-    with _no_event_loop(), _own_code(config, reward, env, run_dir / CODE) as whole:
+    with _no_event_loop(), own_code.with_own_code(config, reward, env, run_dir / CODE) as whole:
         loaded = whole.loaded()
         stop = Stop(embedded=True)
         try:
@@ -209,44 +199,6 @@ def _refuse_other_types(config: RunConfig) -> None:
             f"config is of the type {type(config).__name__}, not what verlite.load_config returns. "
             'Write verlite.load_config("grpo", {"data.train_batch_size": 64}), for example'
         )
-
-
-@contextmanager
-def _own_code(
-    config: RunConfig,
-    reward: Callable[..., Any] | None,
-    env: Callable[..., Any] | None,
-    folder: Path,
-) -> Iterator[RunConfig]:
-    """Write the user's callables to `folder`, and yield a configuration that names them.
-
-    Raises:
-        TypeError: an argument has another type, or cannot be stored.
-    """
-    from verlite.trainer import own_code
-
-    for name, given in (("reward", reward), ("env", env)):
-        if isinstance(given, str | Path):
-            raise TypeError(f"{name}={str(given)!r} is text, not a function. {AS_TEXT[name]}")
-    changes: dict[str, Any] = {}
-    if reward is not None:
-        own_code.write(reward, folder / REWARD_FILE)
-        changes["custom_reward_function.path"] = folder / REWARD_FILE
-        changes["custom_reward_function.name"] = own_code.name_of(reward)
-    if env is not None:
-        own_code.write(env, folder / f"{ENV_MODULE}.py")
-        changes["env.name"] = f"{ENV_MODULE}:{own_code.name_of(env)}"
-        path = config[ENV_VARS].get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        python_path = os.pathsep.join(filter(None, [str(folder), path]))
-        changes[f"{ENV_VARS}.PYTHONPATH"] = python_path
-    sys.modules.pop(ENV_MODULE, None)
-    before = list(sys.path)
-    sys.path.insert(0, str(folder))
-    try:
-        yield config.override(changes) if changes else config
-    finally:
-        sys.path[:] = before
-        sys.modules.pop(ENV_MODULE, None)
 
 
 @contextmanager

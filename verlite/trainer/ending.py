@@ -19,21 +19,24 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from rich.console import Console
+from rich.text import Text
+from rich.traceback import Traceback
+
 from verlite.control import exit_codes
 from verlite.controller import supervisor_file
 from verlite.controller.cluster import lost_ray
 from verlite.controller.stop import SIGNALS, Stop, within, write_error
-from verlite.files import append, replace_file
+from verlite.files import FULL, append, replace_file
 from verlite.masking import mask_urls
 from verlite.terminal import clean, console
 from verlite.trainer import run_record
 from verlite.trainer.errors import (
+    FAILED,
     REFUSED,
     AlreadyComplete,
     StepAborted,
     exit_code,
-    is_explained,
-    print_error,
 )
 
 DRIVER_LOG = "driver.log"
@@ -109,6 +112,32 @@ def _print_stop(stop: Stop) -> None:
     text = stop.message()
     with _printing(text):
         console(stderr=True).print(text, soft_wrap=True, highlight=False)
+
+
+def is_explained(error: BaseException) -> bool:
+    """Whether the error's message is complete without a traceback. Any other is a bug."""
+    return isinstance(error, REFUSED + FAILED) or (
+        isinstance(error, OSError) and error.errno in FULL
+    )
+
+
+def print_error(error: BaseException, console: Console) -> None:
+    """Print the error that ended the run, with its traceback unless the message is complete.
+
+    Secrets in URLs are masked.
+    """
+    if is_explained(error):
+        message = Text.assemble(("error: ", "bold red"), mask_urls(str(error)))
+        console.print(message, soft_wrap=True)
+        return
+    environment = Path(__file__).parents[2] / ".venv"
+    trace = Traceback.from_exception(
+        type(error), error, error.__traceback__, show_locals=False, suppress=[str(environment)]
+    )
+    for stack in trace.trace.stacks:
+        stack.exc_value = mask_urls(stack.exc_value)
+        stack.notes = [mask_urls(note) for note in getattr(stack, "notes", [])]
+    console.print(trace)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,8 @@
-"""Exceptions of the trainer, and the report of a failed run.
+"""Exceptions that end a run, and the exit code of each.
 
-torch is not imported here, so that a refused run ends without waiting for it.
+torch is not imported here, so that a refused run ends without waiting for it. `trainer.ending`
+reports them.
 """
-
-from pathlib import Path
-
-from rich.console import Console
-from rich.text import Text
-from rich.traceback import Traceback
 
 from verlite.control import exit_codes
 from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
@@ -15,8 +10,6 @@ from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.data.dataset import DataError
 from verlite.engine import NonFiniteError
-from verlite.files import FULL
-from verlite.masking import mask_urls
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
@@ -85,13 +78,6 @@ FAILED = (
 """Failures during training whose message is complete without a traceback."""
 
 
-def is_explained(error: BaseException) -> bool:
-    """Whether the error's message is complete without a traceback. Any other is a bug."""
-    return isinstance(error, REFUSED + FAILED) or (
-        isinstance(error, OSError) and error.errno in FULL
-    )
-
-
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a run that this error ends."""
     if isinstance(error, REFUSED):
@@ -101,22 +87,3 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, WorkerError) and error.may_pass:
         return exit_codes.LOST
     return exit_codes.FAILED
-
-
-def print_error(error: BaseException, console: Console) -> None:
-    """Print the error that ended the run, with its traceback unless the message is complete.
-
-    Secrets in URLs are masked.
-    """
-    if is_explained(error):
-        message = Text.assemble(("error: ", "bold red"), mask_urls(str(error)))
-        console.print(message, soft_wrap=True)
-        return
-    environment = Path(__file__).parents[2] / ".venv"
-    trace = Traceback.from_exception(
-        type(error), error, error.__traceback__, show_locals=False, suppress=[str(environment)]
-    )
-    for stack in trace.trace.stacks:
-        stack.exc_value = mask_urls(stack.exc_value)
-        stack.notes = [mask_urls(note) for note in getattr(stack, "notes", [])]
-    console.print(trace)

@@ -1,4 +1,5 @@
-"""Write a Python callable to a file, so that other processes can load it.
+"""Rewards and environments that are given as Python callables: each is written to a file, so that
+other processes can load it.
 
 Rewards and environments run in processes of their own. A callable of an importable module is
 imported there. Any other one, such as a function of a notebook or a lambda, is stored by value:
@@ -13,11 +14,60 @@ import os
 import pickle
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verlite.api.config import RunConfig
 from verlite.files import replace_file
+
+ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
+ENV_MODULE = "verlite_own_env"
+REWARD_FILE = "reward.py"
+AS_TEXT = {
+    "reward": "Pass the function itself, as in `from my_reward import compute_score`, or name its "
+    'file in the configuration: {"custom_reward_function.path": "my_reward.py"}',
+    "env": "Pass the class itself, as in `from my_env import Factory`, or name it in the "
+    'configuration: {"env.name": "my_env:Factory"}',
+}
+"""What to do in place of passing text."""
+
+
+@contextmanager
+def with_own_code(
+    config: RunConfig,
+    reward: Callable[..., Any] | None,
+    env: Callable[..., Any] | None,
+    folder: Path,
+) -> Iterator[RunConfig]:
+    """Write the user's callables to `folder`, and yield a configuration that names them.
+
+    Raises:
+        TypeError: an argument has another type, or cannot be stored.
+    """
+    for name, given in (("reward", reward), ("env", env)):
+        if isinstance(given, str | Path):
+            raise TypeError(f"{name}={str(given)!r} is text, not a function. {AS_TEXT[name]}")
+    changes: dict[str, Any] = {}
+    if reward is not None:
+        write(reward, folder / REWARD_FILE)
+        changes["custom_reward_function.path"] = folder / REWARD_FILE
+        changes["custom_reward_function.name"] = name_of(reward)
+    if env is not None:
+        write(env, folder / f"{ENV_MODULE}.py")
+        changes["env.name"] = f"{ENV_MODULE}:{name_of(env)}"
+        path = config[ENV_VARS].get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        python_path = os.pathsep.join(filter(None, [str(folder), path]))
+        changes[f"{ENV_VARS}.PYTHONPATH"] = python_path
+    sys.modules.pop(ENV_MODULE, None)
+    before = list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        yield config.override(changes) if changes else config
+    finally:
+        sys.path[:] = before
+        sys.modules.pop(ENV_MODULE, None)
 
 
 def name_of(function: Callable[..., Any]) -> str:
