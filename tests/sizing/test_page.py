@@ -13,7 +13,7 @@ PAGE = Path(__file__).parent / "plan.txt"
 
 def printed(tmp_path: Path, *arguments: str) -> str:
     """Return the output, with this test's folders under fixed names."""
-    config_folder(tmp_path / "model", "tiny")
+    config_folder(tmp_path / "model", "tiny", num_hidden_layers=2)  # fewer are quicker to measure
     line = [
         f"actor_rollout_ref.model.path={tmp_path}/model",
         "data.train_files=/cluster/train.parquet",
