@@ -3,6 +3,7 @@
 The tests assert the differences. docs/evidence.md lists them.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.algorithms import reference
-from tests.algorithms.reference import Case, random_case
+from tests.algorithms.reference import Case
 from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 from verlite.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_estimate, kl_loss
@@ -28,6 +29,7 @@ from verlite.algorithms.rollout_correction import correct_rollout
 from verlite.spec.catalog import ESTIMATORS, LOSSES
 from verlite.spec.correction import PRESETS, REJECTIONS, RolloutCorrection
 
+random_case = functools.cache(reference.random_case)  # each comparison has the same batches
 BATCHES = 200
 SMALL = 0.01
 """Smallest denominator of a relative difference. Below it float32's absolute error dominates."""
