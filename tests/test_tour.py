@@ -1,4 +1,4 @@
-"""The tour names every package, and its numbers of lines are about right."""
+"""The tour names every package, with about its lines of code, and its pointers lead to code."""
 
 import ast
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 import verlite
 
 ROOT = Path(verlite.__file__).parent
+TOUR = (ROOT.parent / "docs" / "tour.md").read_text()
 ROWS = re.compile(r"^\| (.+?) \| .+ \| ([\d,]*) ?\|$", re.MULTILINE)
 NUCLEUS = ("control", "spec", "protocol", "algorithms", "weights", "rollout", "engine", "workers")
 
@@ -38,16 +39,52 @@ def test_code_is_counted(tmp_path):
 
 
 def test_lines_of_the_tour():
-    text = (ROOT.parent / "docs" / "tour.md").read_text()
     named = set()
-    for cell, number in ROWS.findall(text):
+    for cell, number in ROWS.findall(TOUR):
         names = re.findall(r"`([a-z_]+(?:/|\.py))`", cell)
         named |= set(names)
         if number:
             counted, shown = lines_in(*names), int(number.replace(",", ""))
             assert abs(counted - shown) <= max(150, shown / 4), (cell, counted)
     assert named >= {f"{file.parent.name}/" for file in ROOT.glob("*/__init__.py")}
-    (nucleus,) = re.findall(r"is the nucleus: about ([\d,]+) lines", text)
+    (nucleus,) = re.findall(r"is the nucleus: about ([\d,]+) lines", TOUR)
     stages = lines_in("trainer/stages", "trainer/ppo.py")
     counted, shown = lines_in(*NUCLEUS) + stages, int(nucleus.replace(",", ""))
     assert abs(counted - shown) <= shown / 10, counted
+
+
+def pointers(text: str) -> set[tuple[str, str]]:
+    """(name, file) of each "`name` in `file.py`" and "`name` (`file.py`)", and ("", file) of each
+    other file or folder in code."""
+    found = set()
+    for name, file in re.findall(r"`([\w.]+)`\s(?:in\s|\()`([\w/]+\.py)`", text):
+        found.add((name.rpartition(".")[2], file))
+    return found | {("", path) for path in re.findall(r"`([\w/]+(?:/|\.py))`", text)}
+
+
+def test_pointers_are_found():
+    text = "`A.b` in `c/d.py`, `e` (`f.py`), `g/` and `h`"
+    assert pointers(text) == {
+        ("b", "c/d.py"),
+        ("e", "f.py"),
+        ("", "c/d.py"),
+        ("", "f.py"),
+        ("", "g/"),
+    }
+
+
+def test_pointers_of_the_tour_lead_to_code():
+    verls = TOUR[TOUR.index("| in verl") : TOUR.index("## The batch")]
+    here = "\n".join(row.split("|")[2] for row in verls.splitlines() if row)
+    paths = {f"/{path.relative_to(ROOT.parent).as_posix()}": path for path in ROOT.rglob("*")}
+    others = {
+        f"/{path.relative_to(ROOT.parent)}": path for path in ROOT.parent.glob("tests/*/*.py")
+    }
+    checked = 0
+    for name, place in pointers(TOUR.replace(verls, here)):
+        homes = [p for key, p in (paths | others).items() if key.endswith(f"/{place.rstrip('/')}")]
+        assert homes or (ROOT.parent / place).exists(), place
+        found = [home for home in homes if name and re.search(rf"\b{name}\b", home.read_text())]
+        assert not name or found, (name, place)
+        checked += bool(name)
+    assert checked > 15
