@@ -118,6 +118,8 @@ def test_groups_of_a_dead_engine_go_first_and_elsewhere():
     one.engine_back(1)
     assert one.assign() == {1: [0, 1, 2, 3, 4, 5, 6, 7]}
     assert [one.groups[number].attempt for number in (0, 2, 4)] == [1, 2, 1]
+    one.engine_back(1)  # told twice
+    assert one.engine_lost(1) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_ready_groups_whose_data_were_lost_are_sampled_again():
@@ -299,7 +301,7 @@ def test_a_checkpoint_has_every_group_that_is_alive():
     one.draw(1)
     state = json.loads(json.dumps(one.state_dict()))
     kept = Flow(2, 2, 2, 2, True)
-    kept.load_state_dict(state, ready=[3])
+    kept.load_state_dict(state, ready=[3, 4])  # 4 was running
     assert (kept.step, kept.version, kept.reasons) == (1, 0, {"x": 1})
     assert kept.counts() == {
         State.QUEUED: 3, State.RUNNING: 0, State.READY: 1,

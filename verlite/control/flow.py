@@ -142,19 +142,15 @@ class Flow:
     def assign(self) -> dict[int, list[int]]:
         """Start the queued groups that may start now. Returns their numbers by engine.
 
-        Groups that were put back go first. An engine gets consecutive groups, and those with the
-        fewest running groups get the most and the first. Nothing starts before the engines have
-        weights, and without `swaps` nothing while a publication is due.
+        The lowest numbers go first, and so do groups that were put back. An engine gets consecutive
+        groups; the fewer it runs, the more it gets, and the earlier ones. Nothing starts before the
+        engines have weights, and without `swaps` nothing while a publication is due.
         """
-        is_due = self.version <= self.step
         room = self._places() - (len(self.groups) - len(self._queued))
-        if not self._queued or not self._running or not self.version or room <= 0:
+        waits = self.version <= self.step and not self.swaps
+        if not self._queued or not self._running or room <= 0 or waits:
             return {}
-        if is_due and not self.swaps:
-            return {}
-        groups = self.groups
-        order = sorted(self._queued, key=lambda number: (groups[number].attempt == 0, number))
-        order = order[:room]
+        order = sorted(self._queued)[:room]
         loads = [(len(numbers), engine) for engine, numbers in self._running.items()]
         heapify(loads)
         shares: Counter[int] = Counter()
