@@ -28,7 +28,7 @@ def rollout_output(rows, prompts=None, results=None):
             log_probs,
             Status(status),
             "Timeout" if status == "error" else None,
-            [3],
+            [(3, len(ids))],
             1,
             segments=[("model", len(ids))],
         )

@@ -87,6 +87,7 @@ class LocalSpec:
 
 
 class FakeRun(SimpleNamespace):
+    groups = None
     log_prob_role = Run.log_prob_role
     log_prob_worker = Run.log_prob_worker
     tell, obey, poll = Run.tell, Run.obey, Run.poll

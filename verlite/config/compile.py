@@ -125,7 +125,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
     return RolloutSpec(
         model=model_spec(policy.model),
         engine=plan.rollout_name,
-        generation=generation_spec(policy.rollout, policy.model),
+        generation=generation_spec(policy.rollout, policy.model, kv_at_update(config)),
         seed=policy.rollout.seed,
         max_model_len=plan.max_model_len,
         routes=plan.weights,
@@ -197,6 +197,13 @@ def generation_spec(
         syncs_adapters=syncs_adapters(model, rollout),
         kv_at_update=kv_at_update,
     )
+
+
+def kv_at_update(config: Config) -> str:
+    """Return what becomes of running samples' keys and values at a weight sync; "": none run."""
+    settings = config.async_training
+    swaps = config.trainer.mode == "async" and settings.partial_rollout
+    return settings.kv_cache if swaps else ""
 
 
 def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:

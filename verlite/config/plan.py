@@ -544,6 +544,11 @@ def _words(config: Config, fields: dict[str, Any]) -> list[tuple[str, str]]:
         run.append(f"save every {trainer.save_freq} steps")
     else:
         run.append("only a stop saves a checkpoint (trainer.save_freq=-1)")
+    if trainer.mode == "async":
+        settings = config.async_training
+        ahead = settings.max_age if settings.depth is None else settings.depth
+        age = f"tokens at most {_count(settings.max_age, 'version')} old"
+        run.insert(0, f"asynchronous: {age}, sampled up to {_count(ahead, 'step')} ahead")
     return [
         ("model", _model(config.actor_rollout_ref.model)),
         ("algorithm", ", ".join(_algorithm_words(config, fields))),

@@ -42,6 +42,7 @@ AGENT = ("max_turns>0", "do_search=true")
 ROW_ESTIMATOR = "the estimator compares whole responses (grpo, grpo_passk, rloo, gpg)"
 UNWHITENED = "the estimator does not whiten its advantages"
 GDPO = "algorithm.adv_estimator=gdpo"
+ASYNC = "trainer.mode=async"
 OWN_LORA = "lora_adapter_path determines it"
 DEVICE_HINTS = {
     "npu": "Ascend NPUs are not supported.",
@@ -1429,6 +1430,12 @@ class RunConfig:
 class TrainerConfig(RunConfig):
     """The training loop: how long it runs, how often it validates and saves, where it writes."""
 
+    mode: str = key(
+        "sync",
+        "sync: sample, then update, with the newest weights. async: the engines sample the next "
+        "steps' prompts while the policy is updated (section async_training).",
+        choices=("sync", "async"),
+    )
     nnodes: int = key(1, "Machines.", bound=">= 1")
     n_gpus_per_node: int = key(
         8, "Devices per machine: GPUs, or CPU slots on machines without one.", bound=">= 1"
@@ -1526,6 +1533,39 @@ class TrainerConfig(RunConfig):
         "Stop the run after this many consecutive failed saves, but not within two minutes of the "
         "first.",
         bound=">= 1",
+    )
+
+
+@dataclass
+class AsyncConfig:
+    """Sampling while the policy is updated. Every prompt that is drawn is trained: none is dropped
+    because its samples took long."""
+
+    max_age: int = key(
+        1,
+        "A token is trained at most so many weight versions after the one that sampled it. Prompts "
+        "are started so late that this holds. 0: each step waits for its own samples, as "
+        "trainer.mode=sync does.",
+        bound=">= 0",
+    )
+    depth: Optional[int] = key(
+        None,
+        "Steps' worth of prompts that are sampled, or wait, ahead of the current step. "
+        "null: max_age.",
+        bound=">= 0",
+    )
+    partial_rollout: bool = key(
+        True,
+        "Load new weights while samples are generated, which go on with them. Off: a weight sync "
+        "waits until all running samples are finished.",
+    )
+    kv_cache: str = key(
+        "fresh",
+        "Keys and values of running samples after a weight sync. fresh: computed again with the "
+        "new weights. salted: kept, and new samples never reuse those of older weights. mixed: "
+        "kept, and reused.",
+        choices=("fresh", "salted", "mixed"),
+        used_when=".partial_rollout=true",
     )
 
 
@@ -1672,6 +1712,9 @@ class Config:
     )
     reward: RewardConfig = section(RewardConfig, "How scoring runs.")
     trainer: TrainerConfig = section(TrainerConfig, "The training loop.")
+    async_training: AsyncConfig = section(
+        AsyncConfig, "Sampling while the policy is updated.", used_when=ASYNC
+    )
     ray_kwargs: RayKwargs = section(RayKwargs, "How Ray is started.")
     cluster: ClusterConfig = section(ClusterConfig, "Which role runs where.")
     max_turns: int = key(

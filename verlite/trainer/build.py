@@ -42,6 +42,7 @@ from verlite.trainer.preflight import LIBRARIES, walk
 from verlite.trainer.reference import check_weights
 from verlite.trainer.run import Run, StepState
 from verlite.trainer.saving import install_export
+from verlite.trainer.stages.groups import open_groups
 from verlite.trainer.tracking import METRICS, read_lines
 from verlite.workers.roles import ROLES
 
@@ -122,12 +123,18 @@ def open_run(launch: Launch) -> Iterator[Run]:
             detectors=Detectors(
                 config.trainer.detect,
                 earlier_metrics(run_dir, begins.step),
-                ignored(groups, cuts_prompts=found.data["train"].report().truncated > 0),
+                ignored(
+                    groups,
+                    cuts_prompts=found.data["train"].report().truncated > 0,
+                    is_async=config.trainer.mode == "async",
+                ),
             ),
             service=found.service,
         )
         if found.service:
             check_weights(config, found.service, run_dir, begins.step, run.actor.describe)
+        if config.trainer.mode == "async":
+            run.groups = open_groups(run, state.get("groups"))
         stop.where = lambda: run.where
         if found.checkpoint:
             restore(run, begins, state)

@@ -124,7 +124,7 @@ def needed(history: list[Metrics]) -> list[Metrics]:
     return [metrics for number, metrics in enumerate(history) if number in kept]
 
 
-def ignored(compares: bool, cuts_prompts: bool) -> set[str]:
+def ignored(compares: bool, cuts_prompts: bool, is_async: bool = False) -> set[str]:
     """Return the metrics that mean nothing in a run.
 
     Args:
@@ -132,8 +132,11 @@ def ignored(compares: bool, cuts_prompts: bool) -> set[str]:
             groups with equal scores train, too.
         cuts_prompts: whether prompts are cut to data.max_prompt_length. If not, one with as many
             tokens is whole.
+        is_async: whether samples are trained with newer weights than those that sampled them,
+            which is a difference of log-probs without a fault.
     """
-    return {key for key, used in ((GROUPS, compares), (PROMPTS_CUT, cuts_prompts)) if not used}
+    uses = ((GROUPS, compares), (PROMPTS_CUT, cuts_prompts), (GAP, not is_async))
+    return {key for key, used in uses if not used}
 
 
 SCORE = "critic/score"

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verlite.algorithms.staleness import age_metrics
 from verlite.control import events
 from verlite.controller.worker_group import group
 from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes
@@ -116,6 +117,9 @@ def add_metrics(run: Run, batch: DataProto) -> None:
     parts = run.config.algorithm.gdpo_reward_keys or ()
     run.metrics.update(batch_metrics(batch, plan.longest_prompt, plan.longest_response, parts))
     run.metrics.update(agent_metrics(batch))
+    if run.groups is not None:
+        ages = age_metrics(run.step, batch.non_tensor_batch["version_spans"])
+        run.metrics.update({f"async/{name}": value for name, value in ages.items()})
     run.metrics["training/global_step"] = run.step
     run.metrics["training/epoch"] = run.sampler.epoch
     run.metrics["training/weight_version"] = run.version

@@ -20,8 +20,9 @@ from verlite.trainer.run import Run
 def restart_engines(run: Run, died: RankDied) -> None:
     """Wait until all other calls are answered, and start new engines in place of the dead ones.
 
-    Afterwards all engines sleep, and the new ones have no weights. On a GPU the others may have had
-    weights and a KV cache, which fill the memory that the actor needs to publish its weights.
+    Afterwards the new engines have no weights, and all sleep. On a GPU the others may have had
+    weights and a KV cache, which fill the memory that the actor needs to publish its weights. In
+    asynchronous training the others go on, and the samples of the dead ones are drawn again.
 
     Raises:
         StepAborted: a stop was requested, which waits for no engine. None runs any more.
@@ -43,7 +44,10 @@ def restart_engines(run: Run, died: RankDied) -> None:
         try:
             engines.restart(dead)
             run.display.info(f"Started again in {time.monotonic() - began:.1f} s: {names}")
-            run.rollout.sleep()
+            if run.groups is None:
+                run.rollout.sleep()
+            else:
+                run.groups.engines_replaced(worker.rank for worker in dead)
             break
         except RankDied as again:
             died = again

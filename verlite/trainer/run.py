@@ -28,6 +28,7 @@ from verlite.spec.roles import AdvantageSpec
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
+from verlite.trainer.groups import Groups
 from verlite.trainer.metrics import Metrics, Stopwatch
 from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
@@ -99,6 +100,8 @@ class Run:
     """Environment of multi-turn samples. None for single-turn runs."""
     detectors: Detectors | None = None
     """Look for signs of trouble after each step."""
+    groups: Groups | None = None
+    """With trainer.mode=async: the samples that are not trained yet."""
 
     # Progress.
     current: StepState = field(default_factory=StepState)
@@ -247,7 +250,10 @@ class Run:
 
         Only for a step that has updated nothing: the workers still have the weights of that step.
         """
-        self.sampler.load_state_dict(self.current.sampler_state)
+        if self.groups is None:
+            self.sampler.load_state_dict(self.current.sampler_state)
+        else:  # what was drawn is trained later
+            self.groups.in_step = []
         self.current = self.previous
 
     @property
@@ -271,6 +277,7 @@ class Run:
             "step": self.step,
             "version": self.version,
             "sampler": self.sampler.state_dict(),
+            **({} if self.groups is None else {"groups": self.groups.state_dict()}),
             "kl_controller": self.kl.state_dict(),
             "metrics": self.metrics,
             "critical": critical_settings(self.config),

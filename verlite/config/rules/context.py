@@ -1,5 +1,6 @@
 """What rules and notes get: the configuration, its sections, and what follows from them."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 from verlite.config import plan
@@ -29,6 +30,7 @@ class Context:
 
         self.data, self.algorithm, self.reward = config.data, config.algorithm, config.reward
         self.trainer, self.critic = config.trainer, config.critic
+        self.async_training = config.async_training
         self.model, self.actor, self.ref = policy.model, policy.actor, policy.ref
         self.rollout = policy.rollout
 
@@ -78,6 +80,31 @@ class Context:
     def correction(self) -> correction.RolloutCorrection:
         """Settings of algorithm.rollout_correction. Raises ValueError if they are inconsistent."""
         return correction.settings(self.algorithm.rollout_correction)
+
+    @property
+    def is_async(self) -> bool:
+        return self.trainer.mode == "async"
+
+    @property
+    def corrects_age(self) -> bool:
+        """Rollout correction weights or clips the ratio to the weights that sampled. Its own
+        settings are checked elsewhere."""
+        try:
+            return self.correction.bypass_mode or bool(self.correction.rollout_is)
+        except ValueError:
+            return True
+
+    @property
+    def shares_gpus(self) -> bool:
+        """A device is a GPU, and has an engine and another role."""
+        if plan.resolve_device(self.trainer.device) != "cuda":
+            return False
+        try:
+            placed = plan.placed(self.config)
+        except ValueError:  # reported elsewhere
+            return False
+        others = [placed[role] for role in plan.roles(self.config) if role != "rollout"]
+        return not set(placed["rollout"]).isdisjoint(itertools.chain(*others))
 
     @property
     def length_arithmetic(self) -> str:

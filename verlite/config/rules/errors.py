@@ -107,6 +107,25 @@ ERRORS: tuple[Row, ...] = (
         *CHANGES_SCORE),
     Row("reward.overlong_buffer.enable", lambda c: c.estimator == "gdpo" and c.buffer.enable,
         *CHANGES_SCORE),
+    # Asynchronous training
+    Row("actor_rollout_ref.rollout.name", lambda c: c.is_async and c.engine == "server",
+        "trainer.mode=async needs engines that take weights while they generate",
+        "Use vllm or hf, or trainer.mode=sync."),
+    Row("algorithm.filter_groups.enable", lambda c: c.is_async and c.groups.enable,
+        "trainer.mode=async trains every prompt that it draws",
+        "Use trainer.mode=sync, or leave it out."),
+    Row("trainer.mode", lambda c: c.is_async and c.shares_gpus,
+        "needs GPUs for the engines alone: they sample while the others train",
+        "Such as cluster.component_placement.rollout=4-7 and the other roles on 0-3."),
+    Row("async_training.max_age",
+        lambda c: c.is_async and c.async_training.max_age and not c.corrects_age,
+        "samples of older weights need a correction, or the policy learns from the wrong ratio",
+        "Use algorithm.rollout_correction.bypass_mode=true (the clip's ratio is against the "
+        "weights that sampled) or algorithm.rollout_correction.rollout_is=token; or 0."),
+    Row("async_training.depth",
+        lambda c: c.is_async and (c.async_training.depth or 0) > c.async_training.max_age,
+        "is more than async_training.max_age={c.async_training.max_age}, which is the limit before "
+        "it", "Use null, or raise max_age."),
     # Training scores
     Row("reward.clip_range", lambda c: not _is_range(c.reward.clip_range),
         "must be two numbers, the lower one first", "Such as [-10,10]."),

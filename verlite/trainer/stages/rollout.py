@@ -18,7 +18,7 @@ from verlite.trainer.outage import generate_with_retry, waits_for_services
 from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.weights import call_engines
 
-_REQUEST_FIELDS = ("prompt_ids", "sampling", "data_source", "ground_truth", "extra_info")
+REQUEST_FIELDS = ("prompt_ids", "sampling", "data_source", "ground_truth", "extra_info")
 """What a rollout worker needs to generate and score a response."""
 
 
@@ -39,17 +39,32 @@ def rollout(run: Run) -> DataProto:
 
 @stage()
 def next_prompts(run: Run) -> DataProto:
-    """Draw the next prompts; return `rollout.n` rows per prompt, each with its sampling parameters.
+    """Draw the next prompts; return the rows of their samples (`requests_of`)."""
+    config = run.config.actor_rollout_ref.rollout
+    rows = run.sampler.next_batch()
+    drawn = run.current.prompts_drawn
+    uids = [f"{run.step}-{drawn + i}" for i in range(len(rows))]
+    seeds = batches.seeds(config.seed, run.step, drawn, len(rows) * config.n)
+    run.current.prompts_drawn += len(rows)
+    return requests_of(run, rows, uids, seeds)
+
+
+def requests_of(
+    run: Run, numbers: Sequence[int], uids: Sequence[str], seeds: Sequence[int]
+) -> DataProto:
+    """Return `rollout.n` rows per prompt, each with its sampling parameters.
 
     The rows of a prompt share a uid. ReMax adds one greedy row per prompt.
+
+    Args:
+        numbers: rows of the training data.
+        seeds: of each sample.
     """
     config = run.config.actor_rollout_ref.rollout
     max_tokens = run.config.data.max_response_length
-    rows = [run.train_data.row(i) for i in run.sampler.next_batch()]
-    uids = [f"{run.step}-{run.current.prompts_drawn + i}" for i in range(len(rows))]
+    rows = [run.train_data.row(number) for number in numbers]
     prompts = list(zip(rows, uids, strict=True))
     samples = [prompt for prompt in prompts for _ in range(config.n)]
-    seeds = batches.seeds(config.seed, run.step, run.current.prompts_drawn, len(samples))
     samplings = [
         Sampling(
             config.temperature,
@@ -61,7 +76,6 @@ def next_prompts(run: Run) -> DataProto:
         )
         for seed in seeds
     ]
-    run.current.prompts_drawn += len(rows)
     if run.plan.needs_greedy_baseline:
         samples += prompts
         samplings += [Sampling(0.0, 1.0, -1, max_tokens)] * len(prompts)
@@ -77,7 +91,11 @@ def generate(run: Run, requests: DataProto) -> DataProto:
     """
     # With filter_groups the engines stay awake: the step's next generation needs their weights.
     sleep_after = not run.plan.filters_groups
-    batch = sample_responses(run, requests, sleep_after)
+    return check_failed_samples(run, sample_responses(run, requests, sleep_after))
+
+
+def check_failed_samples(run: Run, batch: DataProto) -> DataProto:
+    """Return the batch. Raises RolloutFailures; see `generate`."""
     failed = torch.from_numpy(batch.non_tensor_batch["status"] == Status.ERROR)
     rate = failed.double().mean().item()
     limit = run.config.actor_rollout_ref.rollout.max_error_rate
@@ -93,7 +111,7 @@ def generate(run: Run, requests: DataProto) -> DataProto:
 
 def sample_responses(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
     """Send the requests to the rollout workers; return their rows with responses and rewards."""
-    sent = requests.select([], _REQUEST_FIELDS)
+    sent = requests.select([], REQUEST_FIELDS)
     other_columns = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
     if not waits_for_services(run):
         generate = run.rollout.generate

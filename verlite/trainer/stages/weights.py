@@ -97,12 +97,21 @@ def call_engines(
                 run.rollout.sleep()
             return result
         except RankDied as died:
-            restart_engines(run, died)
-            give_weights(run, run.version)
-            run.tell(WeightsGiven())
+            replace_engines(run, died)
             call = call or died.call
             call.send_missing()
             answer = functools.partial(call.result)
+
+
+def replace_engines(run: Run, died: RankDied) -> None:
+    """Start new engines in place of dead ones, and give all of them the weights.
+
+    Raises:
+        StepAborted, WorkerError: see `restart_engines`.
+    """
+    restart_engines(run, died)
+    give_weights(run, run.version)
+    run.tell(WeightsGiven())
 
 
 def _probe_limit(run: Run) -> float | None:
