@@ -58,6 +58,32 @@ def test_a_broken_rule_shrinks_to_what_breaks_it(monkeypatch):
     assert broken(failure.schedule) == failure.text
 
 
+def _trains_nothing(self, numbers):
+    pass
+
+
+def _trains_without_samples(self, numbers):
+    self.begin(self.schedule.update_s, self.trained, numbers)
+
+
+def _only_the_first_weights(self, engine, version):
+    engine.version = engine.version or version
+
+
+@pytest.mark.parametrize(
+    ("name", "bug", "tells_oldest", "rule"),
+    [
+        ("train", _trains_nothing, True, "progress: nothing happens any more in step 1"),
+        ("train", _trains_without_samples, True, "data: group 0 is trained without its samples"),
+        ("swap", _only_the_first_weights, False, "age: group 6 has age 2 in step 3"),
+        ("swap", _only_the_first_weights, True, "ValueError: group 8 has tokens of version 1, but"),
+    ],
+)
+def test_a_loop_with_a_bug_is_found(monkeypatch, name, bug, tells_oldest, rule):
+    monkeypatch.setattr(Process, name, bug)
+    assert broken(replace(PLAIN, tells_oldest=tells_oldest)).startswith(rule)
+
+
 def test_schedules_reach_what_the_rules_are_about(monkeypatch):
     seen = Counter()
 

@@ -146,10 +146,8 @@ def _stays_ready(original, self, numbers):
     self.gone["trained"] -= 1
 
 
-def _never_by_a_restarted_engine(original, self, engine):
-    """The publication waits for an engine that is no longer there."""
-    original(self, engine)
-    self._running[engine].add(-1)
+def _never_after_a_death(original, self):
+    return original(self) and not any(group.attempt for group in self.groups.values())
 
 
 def _counts_publications(original, self):
@@ -363,8 +361,8 @@ MUTANTS = [
     ),
     Mutant(
         "a publication waits for ever for an engine that was replaced (AReaL 1160)",
-        FLOW + "engine_back",
-        calls(_never_by_a_restarted_engine),
+        FLOW + "may_publish",
+        calls(_never_after_a_death),
         FLOWS,
     ),
     Mutant(
