@@ -437,3 +437,16 @@ def test_decisions_are_those_of_a_naive_reference(seed):
         states = ("queued", "running", "ready", "trained", "filtered", "failed")
         assert list(one.counts().values()) == [len(naive.all(state)) for state in states]
     assert naive.step > 0
+
+
+def test_groups_that_a_service_failed_are_sampled_again_in_their_places():
+    one = flow(size=2, bound=1)
+    assert start(one) == [0, 1, 2, 3]
+    finish(one, 0, 1, 3)
+    one.again([0, 1])
+    assert one.choose() is None and one.counts()[State.QUEUED] == 2
+    assert start(one) == [0, 1]  # before any other, and none is drawn in their place
+    finish(one, 0, 1)
+    assert step(one) == [0, 1]
+    with pytest.raises(ValueError, match="group 2 is put back, but it is not ready"):
+        one.again([2])

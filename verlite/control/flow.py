@@ -21,7 +21,7 @@ attempt that is no longer wanted are refused.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heapreplace
@@ -361,6 +361,15 @@ class Flow:
             self._put_back(self.groups[number])
         self._running.pop(engine, None)
         return numbers
+
+    def again(self, numbers: Iterable[int]) -> None:
+        """Put ready groups back, because their samples cannot be trained on: a service failed
+        them."""
+        for number in numbers:
+            if number not in self._ready:
+                raise ValueError(f"group {number} is put back, but it is not ready")
+            self._take_out(self.groups[number])
+            self._put_back(self.groups[number])
 
     def _put_back(self, group: Group) -> None:
         group.state, group.engine, group.oldest = State.QUEUED, None, None

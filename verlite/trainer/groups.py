@@ -66,6 +66,13 @@ class Groups:
             del self.numbers[self.requests.pop(number).non_tensor_batch["uid"][0]]
         self.in_step = []
 
+    def again(self) -> None:
+        """Let the groups of the current step be sampled again, in their places."""
+        self.flow.again(self.in_step)
+        for number in self.in_step:
+            del self.answers[number]
+        self.in_step = []
+
     def engines_replaced(self, engines: Iterable[int]) -> None:
         """Let the groups of engines that died be sampled again, also the finished ones: their
         samples are lost with the process."""

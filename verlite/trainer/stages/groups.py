@@ -10,6 +10,7 @@ from verlite.controller.failures import RankDied
 from verlite.protocol.data import DataProto
 from verlite.trainer import batch as batches
 from verlite.trainer.groups import Groups, uid_of
+from verlite.trainer.outage import wait_for_services, waits_for_services
 from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.rollout import (
     REQUEST_FIELDS,
@@ -51,14 +52,19 @@ def first_weights(run: Run) -> None:
 
 
 def finished_groups(run: Run) -> DataProto:
-    """Return the samples of the step's groups, scored.
+    """Return the samples of the step's groups, scored. After an outage of a service they are
+    sampled again.
 
     Raises:
         RolloutFailures, RewardFailures: too many samples failed (`rollout.max_error_rate`,
             `reward.max_error_rate`).
     """
+    groups = _groups(run)
     wait_for_groups(run)
-    return score(run, check_failed_samples(run, _groups(run).batch()))
+    while waits_for_services(run) and wait_for_services(run, groups.batch()):
+        groups.again()
+        wait_for_groups(run)
+    return score(run, check_failed_samples(run, groups.batch()))
 
 
 @stage("gen")

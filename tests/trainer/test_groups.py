@@ -1,0 +1,89 @@
+"""What the driver keeps of asynchronous training's groups."""
+
+import pytest
+import torch
+
+from verlite.control.flow import Flow, State
+from verlite.protocol.data import DataProto, object_array
+from verlite.trainer.groups import Groups, uid_of
+
+SAMPLES = 2
+
+
+def requests(number: int) -> DataProto:
+    uids = [uid_of(number, prompts=2)] * SAMPLES
+    ids = object_array([[number]] * SAMPLES)
+    return DataProto.from_dict({}, {"uid": object_array(uids), "prompt_ids": ids})
+
+
+def answers(*numbers: int, oldest: int = 1, order=(1, 0)) -> DataProto:
+    """Return what an engine says of finished groups: their rows in another order."""
+    rows = [(number, place) for number in numbers for place in order]
+    tensors = {
+        "sample_index": torch.tensor([place for _, place in rows]),
+        "oldest_version": torch.tensor([oldest] * len(rows)),
+        "raw_scores": torch.tensor([10.0 * number + place for number, place in rows]),
+    }
+    uids = object_array([uid_of(number, prompts=2) for number, _ in rows])
+    return DataProto.from_dict(tensors, {"uid": uids})
+
+
+@pytest.fixture
+def groups() -> Groups:
+    """Two steps' groups that run: 0 and 1 on engine 0, 2 and 3 on engine 1."""
+    flow = Flow(groups_per_step=2, bound=1, depth=1, engines=2, swaps=True)
+    flow.published()
+    found = Groups(flow)
+    for number in flow.draw(flow.wanted()):
+        found.add(number, 100 + number, requests(number))
+    assert flow.assign() == {0: [0, 1], 1: [2, 3]}
+    return found
+
+
+def test_a_batch_has_the_groups_and_their_samples_in_order(groups):
+    groups.finish(answers(3, 1))
+    groups.finish(answers(0))
+    groups.in_step = groups.flow.choose()
+    batch = groups.batch()
+    assert batch.batch["raw_scores"].tolist() == [0, 1, 10, 11]
+    assert list(batch.non_tensor_batch["uid"]) == ["1-0", "1-0", "1-1", "1-1"]
+    assert "sample_index" not in batch.tensors()
+    groups.trained()
+    assert sorted(groups.rows) == [2, 3] and sorted(groups.answers) == [3]
+    assert groups.state_dict()["rows"] == {"2": 102, "3": 103}
+
+
+def test_a_group_is_as_old_as_its_oldest_token_and_failed_rows_have_none(groups):
+    groups.flow.step = 1
+    groups.flow.published()
+    late = answers(0, oldest=2)
+    late.batch["oldest_version"][0] = -1
+    groups.finish(late)
+    assert groups.flow.groups[0].oldest == 2
+    groups.finish(answers(1, oldest=-1))
+    assert groups.flow.groups[1].oldest == 1
+
+
+def test_a_dead_engine_loses_its_samples_but_not_those_of_the_current_step(groups):
+    groups.finish(answers(0, 1, 2))
+    groups.in_step = groups.flow.choose()
+    assert groups.in_step == [0, 1]
+    groups.engines_replaced([0, 1])
+    assert {number: group.state for number, group in groups.flow.groups.items()} == {
+        0: State.READY,
+        1: State.READY,
+        2: State.QUEUED,
+        3: State.QUEUED,
+    }
+    assert sorted(groups.answers) == [0, 1]
+    groups.finish(answers(2))  # said by nobody any more
+    assert sorted(groups.answers) == [0, 1]
+    assert sorted(n for part in groups.flow.assign().values() for n in part) == [2, 3]
+
+
+def test_samples_that_a_service_failed_are_forgotten(groups):
+    groups.finish(answers(0, 1))
+    groups.in_step = groups.flow.choose()
+    groups.again()
+    assert not groups.answers and not groups.in_step
+    assert groups.flow.counts()[State.QUEUED] == 2
