@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.models import tiny_tokenizer
+from tests.rollout.oracle import WAIT_S, until
 from verlite.envs.factory import EnvFactory
 from verlite.protocol import fields
 from verlite.protocol.data import DataProto, object_array
@@ -21,8 +21,6 @@ from verlite.rollout.types import Completion, EngineError, Sampling
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.workers.rollout import RolloutWorker
 
-WAIT_S = 60.0
-
 
 class Engine:
     """Responds with the prompt, once `may_finish` has its first id. Prompt [0] is refused, and [1]
@@ -31,9 +29,10 @@ class Engine:
     def __init__(self, *may_finish):
         self.tokenizer = tiny_tokenizer()
         self.may_finish = set(may_finish)
-        self.cancelled = []
+        self.asked, self.cancelled = [], []
 
     async def generate(self, prompt_ids, sampling):
+        self.asked.append(prompt_ids)
         try:
             while prompt_ids[0] not in self.may_finish:
                 await asyncio.sleep(0.002)
@@ -55,10 +54,11 @@ class Scores:
     needs_prompts = False
 
     def __init__(self):
-        self.may = threading.Event()
+        self.may, self.waiting = threading.Event(), False
         self.may.set()
 
     def score(self, items, limit_s=None):
+        self.waiting = not self.may.is_set()
         assert self.may.wait(WAIT_S)
         if any(item.ground_truth == "broken" for item in items):
             raise FunctionError("cannot be loaded")
@@ -167,10 +167,7 @@ def test_a_dead_engine_is_raised_after_the_groups_that_had_finished(rollout):
     engine = rollout.engine
     engine.may_finish |= {5}
     rollout.start(requests(["a", "b", "b", "c"], [[5], [1], [6], [7]]))
-    deadline = time.monotonic() + WAIT_S
-    while rollout._background._results.empty():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not rollout._background._results.empty())
     engine.may_finish.add(1)
     rollout._background._thread.join(WAIT_S)
     assert sorted(engine.cancelled) == [[6], [7]]
@@ -196,9 +193,12 @@ def test_abandoned_samples_are_cancelled_and_dropped(rollout):
     assert rollout._background._results.get(timeout=WAIT_S) is not None
     rollout.scorer.may.clear()
     rollout.start(requests(["b", "c"], [[6], [7]]))
+    rewards = rollout._rewards
+    until(lambda: rollout.scorer.waiting and [7] in rollout.engine.asked)
     rollout.abandon()
-    assert rollout.engine.cancelled in ([], [[7]])
+    assert rollout.engine.cancelled == [[7]]
     rollout.scorer.may.set()
+    assert rewards._scored.exception(WAIT_S) is None, "the reward of b arrives after its end"
     assert len(rollout.finished(0.0)) == 0
     rollout.engine.may_finish.add(7)
     rollout.start(requests(["c"], [[7]]))
