@@ -83,14 +83,7 @@ CHECKS = (
     ),
     Check("trainable model", _COMMON + "trainable_model", LIBRARIES, needs=(MODEL,)),
     Check("trainable critic", _RL + "trainable_critic", LIBRARIES, (RL,), needs=(MODEL,)),
-    Check(
-        "environment",
-        _RL + "environment",
-        LIBRARIES,
-        (RL,),
-        needs=(CODE,),
-        uses=("tokenizer",),
-    ),
+    Check("environment", _RL + "environment", LIBRARIES, (RL,), needs=(CODE,), uses=("tokenizer",)),
     Check(
         "{split} prompts",
         _RL + "prompts",
@@ -105,13 +98,7 @@ CHECKS = (
         TUNING,
         uses=("{split} rows", "tokenizer"),
     ),
-    Check(
-        "room for {split} rows",
-        _TUNING + "room",
-        LIBRARIES,
-        TUNING,
-        uses=("{split} examples",),
-    ),
+    Check("room for {split} rows", _TUNING + "room", LIBRARIES, TUNING, uses=("{split} examples",)),
     Check(
         "positions of {split} tokens",
         _TUNING + "positions",
