@@ -18,6 +18,7 @@ HF_ENGINE = "tests/rollout/test_hf.py"
 VLLM_ENGINE = "tests/rollout/test_vllm.py"
 VLLM_ADAPTERS = "tests/rollout/test_vllm_adapters.py"
 WRAPPER = "tests/rollout/test_batched.py"
+SWAPS = "tests/rollout/test_swaps.py"
 POOL = "verlite.rollout.servers.pool:"
 SERVER = "verlite.rollout.servers.vllm_server:"
 FAULTS = "tests/rollout/test_server_faults.py"
@@ -239,6 +240,22 @@ MUTANTS = [
         "verlite.rollout.engines.hf:_frees_weights",
         calls(lambda original, options: False),
         (HF_ENGINE,),
+    ),
+    # weights loaded while requests run
+    Mutant(
+        "the last token before a load belongs to the new weights",
+        HF + "progress",
+        result(lambda counts: {request: count - 1 for request, count in counts.items()}),
+        (SWAPS,),
+    ),
+    Mutant(
+        "running requests keep old keys and values", HF + "reset_caches", does_nothing, (SWAPS,)
+    ),
+    Mutant(
+        "requests go on after a failed load",
+        BATCHED + "BatchedEngine._may_step",
+        calls(lambda original, self, core: core.pending() > 0),
+        (SWAPS,),
     ),
     # sampling
     Mutant(

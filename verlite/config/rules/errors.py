@@ -111,6 +111,11 @@ ERRORS: tuple[Row, ...] = (
     Row("actor_rollout_ref.rollout.name", lambda c: c.is_async and c.engine == "server",
         "trainer.mode=async needs engines that take weights while they generate",
         "Use vllm or hf, or trainer.mode=sync."),
+    Row("actor_rollout_ref.rollout.lora_sync",
+        lambda c: c.is_async and c.async_training.partial_rollout
+        and c.rollout.lora_sync == "adapter",
+        "a running sample keeps its adapter, so no newer one can be loaded under it",
+        "Use merged, or async_training.partial_rollout=false."),
     Row("algorithm.filter_groups.enable", lambda c: c.is_async and c.groups.enable,
         "trainer.mode=async trains every prompt that it draws",
         "Use trainer.mode=sync, or leave it out."),
