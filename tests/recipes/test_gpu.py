@@ -123,7 +123,7 @@ def test_missing_packages_are_named_before_anything_runs(script, tmp_path):
         text=True,
         env=environment,
     )
-    assert done.returncode == 1 and time.time() - began < 20
+    assert done.returncode == 1 and time.time() - began < 60
     assert "tensordict >= 0.10 (3.63 MiB, pure Python)" in done.stderr
     assert "omegaconf >= 2.3 (0.33 MiB, pure Python)" in done.stderr
     assert "torch >= 2.11 (not pure Python" in done.stderr
