@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.controller.conftest import within
 from tests.models import tiny_model
 from tests.rollout.fake_servers import FakeServer, expected_ids
 from verlite.rollout.batched import build_engine
@@ -184,7 +185,12 @@ def test_answers_of_other_weights_are_discarded(synced, servers, caplog, monkeyp
     """A server was restarted between two questions about its version."""
     monkeypatch.setattr(pool, "BEAT_S", 600.0)
     servers[0].delay_s = 0.5
-    while_sampling(synced, lambda: setattr(servers[0], "version", "default"), after_s=0.4)
+
+    def restart_while_it_generates():
+        assert within(60, lambda: servers[0].asked)
+        servers[0].version = "default"
+
+    while_sampling(synced, restart_while_it_generates, after_s=0)
     assert "it has the weights 'default' and not 'verlite-" in caplog.text
 
 
