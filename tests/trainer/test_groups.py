@@ -48,7 +48,10 @@ def test_a_batch_has_the_groups_and_their_samples_in_order(groups):
     assert batch.batch["raw_scores"].tolist() == [0, 1, 10, 11]
     assert list(batch.non_tensor_batch["uid"]) == ["1-0", "1-0", "1-1", "1-1"]
     assert "sample_index" not in batch.tensors()
+    assert not groups.publication_is_due
     groups.trained()
+    assert groups.publication_is_due
+    groups.finish(answers(0))  # told twice
     assert sorted(groups.rows) == [2, 3] and sorted(groups.answers) == [3]
     assert groups.state_dict()["rows"] == {"2": 102, "3": 103}
 

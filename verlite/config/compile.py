@@ -200,10 +200,15 @@ def generation_spec(
 
 
 def kv_at_update(config: Config) -> str:
-    """Return what becomes of running samples' keys and values at a weight sync; "": none run."""
-    settings = config.async_training
-    swaps = config.trainer.mode == "async" and settings.partial_rollout
-    return settings.kv_cache if swaps else ""
+    """Return what becomes of running samples' keys and values at a weight sync; "": none run.
+
+    Without partial_rollout some run only where an engine was replaced, and all get their weights
+    once more.
+    """
+    policy, settings = config.actor_rollout_ref, config.async_training
+    if config.trainer.mode != "async" or syncs_adapters(policy.model, policy.rollout):
+        return ""
+    return settings.kv_cache if settings.partial_rollout else "fresh"
 
 
 def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:

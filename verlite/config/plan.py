@@ -546,7 +546,7 @@ def _words(config: Config, fields: dict[str, Any]) -> list[tuple[str, str]]:
         run.append("only a stop saves a checkpoint (trainer.save_freq=-1)")
     if trainer.mode == "async":
         settings = config.async_training
-        ahead = settings.max_age if settings.depth is None else settings.depth
+        ahead = steps_ahead(config)
         age = f"tokens at most {_count(settings.max_age, 'version')} old"
         run.insert(0, f"asynchronous: {age}, sampled up to {_count(ahead, 'step')} ahead")
     return [
@@ -554,6 +554,12 @@ def _words(config: Config, fields: dict[str, Any]) -> list[tuple[str, str]]:
         ("algorithm", ", ".join(_algorithm_words(config, fields))),
         ("run", ", ".join(run)),
     ]
+
+
+def steps_ahead(config: Config) -> int:
+    """Return async_training.depth, or what null means."""
+    settings = config.async_training
+    return min(1, settings.max_age) if settings.depth is None else settings.depth
 
 
 def _algorithm_words(config: Config, fields: dict[str, Any]) -> list[str]:

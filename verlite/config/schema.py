@@ -1550,8 +1550,9 @@ class AsyncConfig:
     )
     depth: Optional[int] = key(
         None,
-        "Steps' worth of prompts that are sampled, or wait, ahead of the current step. "
-        "null: max_age.",
+        "Steps' worth of prompts that are sampled, or wait, ahead of the current step. The age of "
+        "most tokens is this number; those of slow samples may be older, up to max_age. null: 1, "
+        "or 0 with max_age=0.",
         bound=">= 0",
     )
     partial_rollout: bool = key(

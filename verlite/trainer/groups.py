@@ -39,11 +39,18 @@ class Groups:
         self.rows[number], self.requests[number] = row, requests
         self.numbers[requests.non_tensor_batch["uid"][0]] = number
 
+    @property
+    def publication_is_due(self) -> bool:
+        """Whether the engines still have the weights from before the last finished update."""
+        return self.flow.version <= self.flow.step
+
     def finish(self, answer: DataProto) -> None:
         """Keep the samples of finished groups, in the order of their requests."""
         uids = answer.non_tensor_batch["uid"]
         for uid in dict.fromkeys(uids):
-            number = self.numbers[uid]
+            number = self.numbers.get(uid)
+            if number is None:  # it has been trained
+                continue
             rows = answer.select_idxs(uids == uid)
             rows = rows.select_idxs(rows.batch["sample_index"].argsort())
             versions = rows.batch["oldest_version"]

@@ -5,6 +5,7 @@
 
 from typing import Any
 
+from verlite.config.plan import steps_ahead
 from verlite.control.flow import Flow, State
 from verlite.controller.failures import RankDied
 from verlite.protocol.data import DataProto
@@ -31,7 +32,7 @@ def open_groups(run: Run, state: dict[str, Any] | None) -> Groups:
     flow = Flow(
         groups_per_step=plan.prompts,
         bound=settings.max_age,
-        depth=settings.max_age if settings.depth is None else settings.depth,
+        depth=steps_ahead(run.config),
         engines=plan.engines,
         swaps=settings.partial_rollout,
         total_steps=run.total_steps,
@@ -71,6 +72,7 @@ def finished_groups(run: Run) -> DataProto:
 def wait_for_groups(run: Run) -> None:
     """Wait until the groups of the step are finished. Meanwhile start those that may start."""
     groups = _groups(run)
+    collect(run, 0.0)
     start_groups(run)
     counts = groups.flow.counts()
     run.metrics["async/ready"] = float(counts[State.READY])
@@ -116,9 +118,9 @@ def requests_of_group(run: Run, number: int, row: int) -> DataProto:
     return requests_of(run, [row], [uid_of(number, prompts)], own)
 
 
-def collect(run: Run) -> None:
-    """Get the samples of finished groups. Wait a moment if there is none."""
-    for answer in call_engines(run, run.rollout.finished, False, WAIT_S):
+def collect(run: Run, wait_s: float = WAIT_S) -> None:
+    """Get the samples of finished groups. If an engine has none, it waits so long for one."""
+    for answer in call_engines(run, run.rollout.finished, False, wait_s):
         _groups(run).finish(answer)
 
 

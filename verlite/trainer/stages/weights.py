@@ -106,10 +106,15 @@ def call_engines(
 def replace_engines(run: Run, died: RankDied) -> None:
     """Start new engines in place of dead ones, and give all of them the weights.
 
+    While the weights of a step wait to be published (`stages.groups.publish_weights`), the actor
+    has them already, and the publication gives them to all.
+
     Raises:
         StepAborted, WorkerError: see `restart_engines`.
     """
     restart_engines(run, died)
+    if run.groups is not None and run.groups.publication_is_due:
+        return
     give_weights(run, run.version)
     run.tell(WeightsGiven())
 
