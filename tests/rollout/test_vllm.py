@@ -66,6 +66,7 @@ def engine(path: str):
         enforce_eager=True,
         kv_cache_gb=0.25,
         max_num_seqs=32,
+        max_num_batched_tokens=2048,
         engine_kwargs={"vllm": {"block_size": 32}},
     )
     engine = build_engine("vllm", ModelSpec(path=path), rollout, 160, torch.device("cpu"), seed=1)
@@ -344,6 +345,14 @@ def test_stale_output_layer_is_detected(synced, model, monkeypatch):
         WeightSyncError, match="computes lm_head with weights that differ from the layer"
     ):
         load(synced, moved(model, 1e-6), synced.version + 1)
+
+
+def test_more_prompts_than_a_step_takes(synced, model):
+    """2048 tokens. vLLM would compute a prompt in part, which fails for seeded requests on CPUs."""
+    prompts = [[4 + i] * 145 for i in range(32)]
+    samplings = [dataclasses.replace(LONG, seed=i, max_tokens=2) for i in range(32)]
+    answers = ask(synced, prompts, *samplings)
+    assert largest_gap(model, prompts, answers, LONG) < 1e-5
 
 
 # Weights loaded while requests run

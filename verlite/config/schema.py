@@ -755,7 +755,9 @@ class RolloutConfig:
         used_when=VLLM,
     )
     enable_chunked_prefill: bool = key(
-        True, "vLLM: split long prompts over several engine steps.", used_when=VLLM
+        True,
+        "vLLM: split long prompts over several engine steps. Not on CPUs.",
+        used_when=VLLM,
     )
     free_cache_engine: bool = key(
         True,

@@ -295,6 +295,10 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(model)}
     if options.device.type == "cpu":
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
+        # On CPUs vLLM cannot take back the random number of a seeded request whose prompt it
+        # computed in part: the step fails.
+        args["enable_chunked_prefill"] = False
+        args["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, options.max_model_len)
     extra = dict(rollout.engine_kwargs.get("vllm") or {})
     known = {field.name for field in fields(EngineArgs)}
     unknown = sorted(set(extra) - known)
