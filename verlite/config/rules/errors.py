@@ -127,11 +127,6 @@ ERRORS: tuple[Row, ...] = (
         "samples of older weights need a correction, or the policy learns from the wrong ratio",
         "Use algorithm.rollout_correction.bypass_mode=true (the clip's ratio is against the "
         "weights that sampled) or algorithm.rollout_correction.rollout_is=token; or 0."),
-    Row("actor_rollout_ref.rollout.lora_sync",
-        lambda c: (c.is_async and c.async_training.partial_rollout
-            and plan.syncs_adapters(c.model, c.rollout)),
-        "a running sample keeps its adapter, so no other can be loaded meanwhile",
-        "Use lora_sync=merged, or async_training.partial_rollout=false."),
     Row("async_training.depth",
         lambda c: c.is_async and (c.async_training.depth or 0) > c.async_training.max_age,
         "is more than async_training.max_age={c.async_training.max_age}, which is the limit before "
