@@ -244,6 +244,12 @@ def test_required_keys():
     ]
 
 
+def test_a_key_with_three_question_marks_must_be_given(material):
+    """Hydra's sign of a value that is left open, of a key with a default, too."""
+    (problem,) = problems(material, "data.seed=???")
+    assert (problem.key, problem.rule) == ("data.seed", "must be given")
+
+
 def test_mistyped_required_key_is_reported_once(material):
     (problem,) = [
         p

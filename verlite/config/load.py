@@ -571,7 +571,10 @@ class _Builder:
                 doc = self.command.keys[name].doc
                 self.problems.append(Problem(name, None, "must be given", doc))
             self.broken.add(name)
-            OmegaConf.update(self.tree, name, "")
+            if name in self.command.required:
+                OmegaConf.update(self.tree, name, "")
+            else:
+                self._to_default(name)
         config: Any = OmegaConf.to_object(self.tree)
         without_effect: dict[str, str] = {}
         remarks: list[str] = []
