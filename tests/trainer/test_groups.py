@@ -1,11 +1,17 @@
-"""What the driver keeps of asynchronous training's groups."""
+"""What the driver keeps of asynchronous training's groups, and how it publishes weights."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto, object_array
+from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups, uid_of
+from verlite.trainer.metrics import Stopwatch
+from verlite.trainer.stages import groups as stage
 
 SAMPLES = 2
 
@@ -90,3 +96,70 @@ def test_samples_that_a_service_failed_are_forgotten(groups):
     groups.again()
     assert not groups.answers and not groups.in_step
     assert groups.flow.counts()[State.QUEUED] == 2
+
+
+# Publishing the weights of a step
+
+
+def publishing(groups: Groups, monkeypatch, **does) -> tuple[SimpleNamespace, list[str]]:
+    """Return a run whose first step is updated, and what it calls; `does`: what a call does."""
+    groups.finish(answers(0, 1))
+    groups.in_step = groups.flow.choose()
+    called = []
+    run = SimpleNamespace(
+        groups=groups,
+        version=1,
+        stop=SimpleNamespace(machine=SimpleNamespace(requested=None)),
+        config=SimpleNamespace(async_training=SimpleNamespace(max_age=1)),
+        stopwatch=Stopwatch(),
+        display=SimpleNamespace(phase=lambda name: nullcontext()),
+    )
+    for name in ("collect", "sync_weights", "start_groups"):
+
+        def call(run, name=name):
+            called.append(name)
+            if name == "sync_weights":
+                run.version += 1
+            does.get(name, lambda run: None)(run)
+
+        monkeypatch.setattr(stage, name, call)
+    return run, called
+
+
+def stop(run):
+    run.stop.machine.requested = "SIGTERM"
+
+
+def give_up(run):
+    stop(run)
+    raise StepAborted
+
+
+def test_weights_go_to_engines_that_run(groups, monkeypatch):
+    run, called = publishing(groups, monkeypatch)
+    stage.publish_weights(run)
+    assert called == ["sync_weights", "start_groups"]
+    assert run.version == groups.flow.version == 2 and groups.flow.step == 1
+
+
+def test_without_swaps_the_running_samples_are_finished_first(groups, monkeypatch):
+    groups.flow.swaps = False
+    run, called = publishing(groups, monkeypatch, collect=lambda run: groups.finish(answers(2, 3)))
+    stage.publish_weights(run)
+    assert called == ["collect", "sync_weights", "start_groups"] and run.version == 2
+
+
+@pytest.mark.parametrize("request_of", [stop, give_up])
+def test_a_stop_waits_for_no_sample_and_keeps_the_step(groups, monkeypatch, request_of):
+    """The updates are done: leaving here would save them as the step before."""
+    groups.flow.swaps = False
+    run, called = publishing(groups, monkeypatch, collect=request_of)
+    stage.publish_weights(run)
+    assert called == ["collect"]
+    assert groups.flow.step == 1 and run.version == 2 and sorted(groups.rows) == [2, 3]
+
+
+def test_a_stop_while_groups_are_started_keeps_the_step(groups, monkeypatch):
+    run, called = publishing(groups, monkeypatch, start_groups=give_up)
+    stage.publish_weights(run)
+    assert called == ["sync_weights", "start_groups"] and run.version == 2

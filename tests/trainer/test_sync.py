@@ -305,6 +305,17 @@ def test_restarts_are_counted_per_step_and_limited(monkeypatch):
     restart(run, engines, monkeypatch)
 
 
+def test_asynchronous_samples_of_all_engines_that_were_replaced_are_drawn_again(monkeypatch):
+    book, run = synced()
+    run.current = StepState(number=1)
+    replaced = []
+    run.groups = SimpleNamespace(engines_replaced=replaced.extend)
+    engines = Engines(died(1))  # rank 1 dies while the new engine of rank 0 starts
+    restart(run, engines, monkeypatch)
+    assert engines.restarted == [[0], [1]] and replaced == [0, 1]
+    assert ("rollout", "sleep") not in book  # the other engines go on
+
+
 @pytest.mark.parametrize("limit, code", [(0, 76), (3, 1)])
 def test_an_engine_that_fails_in_every_process_fails_for_good(limit, code, monkeypatch):
     _, run = synced()

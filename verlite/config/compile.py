@@ -205,8 +205,8 @@ def kv_at_update(config: Config) -> str:
     Without partial_rollout some run only where an engine was replaced, and all get their weights
     once more.
     """
-    policy, settings = config.actor_rollout_ref, config.async_training
-    if config.trainer.mode != "async" or syncs_adapters(policy.model, policy.rollout):
+    settings = config.async_training
+    if config.trainer.mode != "async":
         return ""
     return settings.kv_cache if settings.partial_rollout else "fresh"
 

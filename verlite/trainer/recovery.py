@@ -31,10 +31,12 @@ def restart_engines(run: Run, died: RankDied) -> None:
     """
     engines = group(run.rollout)
     step = run.current
+    lost: set[int] = set()
     while True:
         began = time.monotonic()
         step.first_death = step.first_death or died.error
         dead = engines.supervisor.settle(died.workers)
+        lost.update(worker.rank for worker in dead)
         names = ", ".join(worker.name for worker in dead)
         cause = str(died).splitlines()[0]
         by_samples = died.error.kind == KINDS["EngineDied"]
@@ -47,7 +49,7 @@ def restart_engines(run: Run, died: RankDied) -> None:
             if run.groups is None:
                 run.rollout.sleep()
             else:
-                run.groups.engines_replaced(worker.rank for worker in dead)
+                run.groups.engines_replaced(sorted(lost))
             break
         except RankDied as again:
             died = again

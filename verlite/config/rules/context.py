@@ -90,7 +90,9 @@ class Context:
         """Rollout correction weights or clips the ratio to the weights that sampled. Its own
         settings are checked elsewhere."""
         try:
-            return self.correction.bypass_mode or bool(self.correction.rollout_is)
+            found = self.correction
+            clips = found.bypass_mode and found.loss_type == "ppo_clip"
+            return clips or bool(found.rollout_is)
         except ValueError:
             return True
 

@@ -112,10 +112,9 @@ ERRORS: tuple[Row, ...] = (
         "trainer.mode=async needs engines that take weights while they generate",
         "Use vllm or hf, or trainer.mode=sync."),
     Row("actor_rollout_ref.rollout.lora_sync",
-        lambda c: c.is_async and c.async_training.partial_rollout
-        and c.rollout.lora_sync == "adapter",
+        lambda c: c.is_async and c.rollout.lora_sync == "adapter",
         "a running sample keeps its adapter, so no newer one can be loaded under it",
-        "Use merged, or async_training.partial_rollout=false."),
+        "Use merged, or trainer.mode=sync."),
     Row("algorithm.filter_groups.enable", lambda c: c.is_async and c.groups.enable,
         "trainer.mode=async trains every prompt that it draws",
         "Use trainer.mode=sync, or leave it out."),

@@ -35,7 +35,7 @@ class ServerCore:
         if rollout.kv_at_update:
             raise ValueError(
                 "rollout.name=server: weights cannot be loaded while requests run. Use "
-                "rollout.name=vllm or hf, or async_training.partial_rollout=false"
+                "rollout.name=vllm or hf"
             )
         if options.pretrained:
             raise ValueError("rollout.name=server: servers get their weights from the trainer")

@@ -65,8 +65,7 @@ class VLLMCore:
         if self._kv_at_update and options.rollout.syncs_adapters:
             raise ValueError(
                 "rollout.lora_sync=adapter: a running request keeps its adapter, so weights cannot "
-                "be loaded while requests run. Use rollout.lora_sync=merged, or "
-                "async_training.partial_rollout=false"
+                "be loaded while requests run. Use rollout.lora_sync=merged"
             )
         args = engine_args(options)
         self._shards = options.rollout.tensor_model_parallel_size

@@ -3,6 +3,8 @@
 `control.flow` decides which groups are drawn, started and trained; these functions do it.
 """
 
+import functools
+from contextlib import suppress
 from typing import Any
 
 from verlite.config.plan import steps_ahead
@@ -10,6 +12,7 @@ from verlite.control.flow import Flow, State
 from verlite.controller.failures import RankDied
 from verlite.protocol.data import DataProto
 from verlite.trainer import batch as batches
+from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups, uid_of
 from verlite.trainer.outage import wait_for_services, waits_for_services
 from verlite.trainer.run import Run, stage
@@ -113,9 +116,15 @@ def requests_of_group(run: Run, number: int, row: int) -> DataProto:
     with trainer.mode=sync."""
     rollout, prompts = run.config.actor_rollout_ref.rollout, run.plan.prompts
     step, place = number // prompts + 1, number % prompts
-    seeds = batches.seeds(rollout.seed, step, 0, prompts * rollout.n)
+    seeds = _seeds(rollout.seed, step, prompts * rollout.n)
     own = seeds[place * rollout.n : (place + 1) * rollout.n]
     return requests_of(run, [row], [uid_of(number, prompts)], own)
+
+
+@functools.lru_cache(maxsize=4)
+def _seeds(seed: int, step: int, count: int) -> list[int]:
+    """Return the seeds of a step's samples. Its groups are drawn one after another."""
+    return batches.seeds(seed, step, 0, count)
 
 
 def collect(run: Run, wait_s: float = WAIT_S) -> None:
@@ -124,20 +133,38 @@ def collect(run: Run, wait_s: float = WAIT_S) -> None:
         _groups(run).finish(answer)
 
 
-@stage()
 def publish_weights(run: Run) -> None:
     """Give the engines the weights of the step, with which they go on. Then start the groups that
-    may be sampled now."""
+    may be sampled now.
+
+    After a request to stop nothing is sampled any more, so the engines get no weights: the run that
+    resumes gives them, under the same version.
+    """
     groups = _groups(run)
     groups.trained()
-    while not groups.flow.may_publish():
-        collect(run)
+    with suppress(StepAborted):  # a stop has ended the engines
+        wait_for_running(run)
+    if _is_stopping(run):
+        run.version += 1
+        return
     sync_weights(run)
     groups.flow.published()
     # With max_age=0 nothing may start before the step has ended, so that the engines compute the
     # same batches as with trainer.mode=sync.
-    if run.config.async_training.max_age and run.stop.machine.requested is None:
-        start_groups(run)
+    if run.config.async_training.max_age and not _is_stopping(run):
+        with suppress(StepAborted):
+            start_groups(run)
+
+
+@stage("gen")
+def wait_for_running(run: Run) -> None:
+    """Without partial_rollout: wait until the running samples are finished."""
+    while not (_groups(run).flow.may_publish() or _is_stopping(run)):
+        collect(run)
+
+
+def _is_stopping(run: Run) -> bool:
+    return run.stop.machine.requested is not None
 
 
 def _groups(run: Run) -> Groups:

@@ -133,7 +133,8 @@ def score(run: Run, batch: DataProto) -> DataProto:
     Raises:
         RewardFailures: More than `reward.max_error_rate` of the rewards failed.
     """
-    run.stopwatch.seconds["reward"] += batch.batch["reward_seconds"].max().item()
+    if run.groups is None:  # otherwise nothing has waited for them
+        run.stopwatch.seconds["reward"] += batch.batch["reward_seconds"].max().item()
     if "gdpo_rewards" in catalog.measured(run.config.algorithm.adv_estimator):
         batch = with_gdpo_rewards(batch, run.config.algorithm.gdpo_reward_keys or [])
     limit = run.config.reward.max_error_rate
