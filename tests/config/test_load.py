@@ -2,12 +2,14 @@
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests.config.conftest import texts
 from verlite.config import ConfigError, compose, dump, main_argv
 from verlite.config.load import parse_argv
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 
 def problems(material, *overrides, **options) -> list:
@@ -244,10 +246,59 @@ def test_required_keys():
     ]
 
 
-def test_a_key_with_three_question_marks_must_be_given(material):
-    """Hydra's sign of a value that is left open, of a key with a default, too."""
-    (problem,) = problems(material, "data.seed=???")
-    assert (problem.key, problem.rule) == ("data.seed", "must be given")
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("data.seed=???", "data.seed"),
+        (f"{ROLLOUT}val_kwargs.temperature=???", f"{ROLLOUT}val_kwargs.temperature"),
+        ("trainer.logger=[???]", "trainer.logger[0]"),
+        ("custom_reward_function.reward_kwargs.a=???", "custom_reward_function.reward_kwargs.a"),
+        ("env.kwargs={a:{b:[1,???]}}", "env.kwargs.a.b[1]"),
+        ("env.kwargs=???", "env.kwargs"),
+        (f"{ENV_VARS}.NAME=???", f"{ENV_VARS}.NAME"),
+    ],
+)
+def test_a_key_with_three_question_marks_must_be_given(material, typed, key):
+    """Hydra's sign of a value that is left open, of a key with a default and inside it, too."""
+    (problem,) = problems(material, typed)
+    assert (problem.key, problem.rule) == (key, "must be given")
+
+
+KWARGS, ENGINE = "custom_reward_function.reward_kwargs", f"{ROLLOUT}engine_kwargs.vllm"
+MODEL_CONFIG = "actor_rollout_ref.model.override_config"
+
+
+@pytest.mark.parametrize(
+    ("typed", "in_yaml", "key", "value"),
+    [
+        ("env.kwargs.x.y=1 ~env.kwargs.x", {}, "env.kwargs", {}),
+        ("env.kwargs.x.y.z=1 env.kwargs.x=2", {}, "env.kwargs", {"x": 2}),
+        (f"{ENGINE}.a=1 {ENGINE}=null", {}, f"{ROLLOUT}engine_kwargs", {"vllm": None}),
+        (f"{KWARGS}.a.b=1 {KWARGS}.a=3", {}, KWARGS, {"a": 3}),
+        (f"{MODEL_CONFIG}.a.b=1 {MODEL_CONFIG}.a=1", {}, MODEL_CONFIG, {"a": 1}),
+        (
+            "cluster.component_placement=null",
+            {"cluster": {"component_placement": {"actor": 0}}},
+            "cluster.component_placement",
+            None,
+        ),
+        ("env.kwargs.tool=2", {"env": {"kwargs": {"tool": {"a": 1}}}}, "env.kwargs", {"tool": 2}),
+        ("~env.kwargs.tool", {"env": {"kwargs": {"tool": {"a": 1}}}}, "env.kwargs", {}),
+    ],
+)
+def test_a_mapping_may_be_replaced_after_its_entries_were_set(
+    material, tmp_path, typed, in_yaml, key, value
+):
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(in_yaml))
+    options = {"config_name": "mine", "config_dir": tmp_path, "check": False}
+    loaded = material.load(*typed.split(), **options)
+    assert OmegaConf.select(loaded.tree, key) == value
+
+
+def test_an_unknown_interpolation_in_a_mapping_is_reported(material):
+    (problem,) = problems(material, "cluster.component_placement={actor:'${nope}'}")
+    assert problem.key == "cluster.component_placement"
+    assert problem.rule == "Interpolation key 'nope' not found"
 
 
 def test_mistyped_required_key_is_reported_once(material):

@@ -565,16 +565,18 @@ class _Builder:
         self._take_defaults()
         for name in self.command.leaves:
             self._resolve(name)
-        self._turn_on()
-        for name in sorted(filter(self._is_missing, self.command.required | self.user_keys)):
-            if name not in self.broken:
+        for name in sorted(self.command.required | self.user_keys & set(self.command.leaves)):
+            missing = self._missing(name)
+            if missing and name not in self.broken:
                 doc = self.command.keys[name].doc
-                self.problems.append(Problem(name, None, "must be given", doc))
-            self.broken.add(name)
-            if name in self.command.required:
-                OmegaConf.update(self.tree, name, "")
-            else:
-                self._to_default(name)
+                self.problems += [Problem(key, None, "must be given", doc) for key in missing]
+            if missing:
+                self.broken.add(name)
+                if name in self.command.required:
+                    OmegaConf.update(self.tree, name, "")
+                else:
+                    self._to_default(name)
+        self._turn_on()
         config: Any = OmegaConf.to_object(self.tree)
         without_effect: dict[str, str] = {}
         remarks: list[str] = []
@@ -743,7 +745,9 @@ class _Builder:
         """
         section, last = self._place(name)
         node = section._get_node(last)
-        if isinstance(node, ValueNode) and not node._is_interpolation():
+        if OmegaConf.is_missing(section, last) or (
+            isinstance(node, ValueNode) and not node._is_interpolation()
+        ):
             return
         try:
             value = section[last]
@@ -756,9 +760,13 @@ class _Builder:
             self.broken.add(name)
             self._to_default(name)
 
-    def _is_missing(self, name: str) -> bool:
+    def _missing(self, name: str) -> list[str]:
+        """Return what is ??? of a key: its name, or entries of the list or mapping."""
         section, last = self._place(name)
-        return OmegaConf.is_missing(section, last)
+        if OmegaConf.is_missing(section, last):
+            return [name]
+        value = section[last]
+        return sorted(OmegaConf.missing_keys(value)) if OmegaConf.is_config(value) else []
 
     def _place(self, name: str, tree: DictConfig | None = None) -> tuple[DictConfig, str]:
         """Return the section of a tree, by default of this one, and the key's name in it."""
