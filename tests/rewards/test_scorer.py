@@ -592,3 +592,31 @@ def test_with_debug_functions_run_here_without_time_limits(make: MakeScorer, nam
         assert [result.score for result in results] == [1.0, None, 0.5]
         assert results[1].error == "ValueError"
         assert results[0].parts == {"process": os.getpid(), "thread": threading.get_ident()}
+
+
+MEETING = """
+import asyncio
+inside = 0
+async def compute_score(solution_str, **row):
+    global inside
+    inside += 1
+    for _ in range(20):
+        await asyncio.sleep(0.002)
+        assert inside == 1
+    inside -= 1
+    return float(solution_str)
+"""
+
+
+def test_with_debug_two_streams_score_one_call_at_a_time(make: MakeScorer) -> None:
+    """Validation and background samples have a stream each, and one event loop."""
+    scorer = make(MEETING, debug=True)
+    scorer.check_signature()
+    with scorer.stream() as validation, scorer.stream() as background:
+        for number, item in enumerate(items("1", "0.5", "0.25")):
+            validation.add(number, item)
+            background.add(number, item)
+        for stream in (validation, background):
+            results = stream.results()
+            assert [result.traceback for result in results.values()] == [None] * 3
+            assert [result.score for result in results.values()] == [1.0, 0.5, 0.25]

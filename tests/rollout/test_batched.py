@@ -14,7 +14,13 @@ from verlite.rollout import batched
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.engines.hf import HFCore
 from verlite.rollout.trajectory import Request, run_all
-from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.rollout.types import (
+    EngineDied,
+    EngineError,
+    EngineOptions,
+    Sampling,
+    WeightSyncError,
+)
 from verlite.spec.roles import GenerationSpec, ModelSpec
 
 SAMPLING = Sampling(max_tokens=30, seed=1, ignore_eos=True)
@@ -96,7 +102,7 @@ def test_hanging_engine_raises_and_names_the_key(tiny_qwen2):
     core.fault = lambda: release.wait(20)
     began = time.monotonic()
     with pytest.raises(
-        EngineError, match=r"hangs: .*\(rollout.request_timeout_s=0.3\) while 2 requests waited"
+        EngineDied, match=r"hangs: .*\(rollout.request_timeout_s=0.3\) while 2 requests waited"
     ):
         ask(engine, [[5], [6]], SAMPLING)
     assert time.monotonic() - began < 10

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +21,8 @@ from verlite.rewards.scorer import Stream
 from verlite.rollout.batched import build_engine
 from verlite.rollout.types import Completion, EngineError, Sampling
 from verlite.spec.roles import GenerationSpec, ModelSpec
+from verlite.workers import background
+from verlite.workers.background import Background
 from verlite.workers.rollout import RolloutWorker
 
 
@@ -185,6 +189,49 @@ def test_an_unusable_reward_function_is_raised(rollout):
     rollout.start(requests(["a"], [[5]], ["broken"]))
     with pytest.raises(FunctionError, match="cannot be loaded"):
         rollout.finished(WAIT_S)
+
+
+@pytest.mark.parametrize("where", ["environment", "reward"])
+def test_a_cancellation_that_nobody_requested_is_raised(rollout, monkeypatch, where):
+    """A task group takes CancelledError of a job for its own, so the job would be lost."""
+    if where == "environment":
+
+        async def generate(prompt_ids, sampling):
+            raise asyncio.CancelledError
+
+        monkeypatch.setattr(rollout.engine, "generate", generate)
+    else:
+        rollout.engine.may_finish.add(5)
+        monkeypatch.setattr(Stream, "score", lambda stream, item: cancelled())
+    rollout.start(requests(["a", "a"], [[5], [5]]))
+    with pytest.raises(RuntimeError, match="raised CancelledError, which nobody had requested"):
+        rollout.finished(WAIT_S)
+
+
+def cancelled():
+    future = Future()
+    future.cancel()
+    return future
+
+
+def test_a_job_that_blocks_the_thread_is_left_behind(monkeypatch, caplog):
+    monkeypatch.setattr(background, "CLOSE_S", 0.1)
+    blocks, release = threading.Event(), threading.Event()
+
+    async def job():
+        blocks.set()
+        assert release.wait(WAIT_S)
+
+    jobs = Background(nullcontext())
+    jobs.start([job])
+    assert blocks.wait(WAIT_S)
+    closing = threading.Thread(target=jobs.close, daemon=True)
+    closing.start()
+    closing.join(WAIT_S / 4)
+    ended = not closing.is_alive()
+    release.set()
+    jobs._thread.join(WAIT_S)
+    assert ended and "did not end within 0.1 s" in caplog.text
 
 
 def test_abandoned_samples_are_cancelled_and_dropped(rollout):

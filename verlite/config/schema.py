@@ -846,8 +846,8 @@ class RolloutConfig:
     )
     request_timeout_s: float = key(
         1800.0,
-        "The run stops with a report if an engine with waiting requests finishes no generation "
-        "step for this many seconds.",
+        "An engine with waiting requests that finishes no generation step for this many seconds "
+        "has died: it is started again (see max_restarts).",
         bound="> 0",
     )
 

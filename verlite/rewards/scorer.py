@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import queue
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -103,6 +104,7 @@ class Scorer:
         self._folder = folder if folder and Path(folder).is_dir() else None
         self._debug = debug
         self._runner = asyncio.Runner()
+        self._one_call = threading.Lock()
         self._argument_names = list({**RewardItem("", "", None).arguments(), **self._kwargs})
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pools: dict[str, Pool] = {}
@@ -283,9 +285,10 @@ class Scorer:
 
     def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
         try:
-            value = function(**arguments)
-            if inspect.isawaitable(value):  # with `debug`: no built-in function is
-                value = self._runner.run(_wait_for(value))
+            with self._one_call:  # streams of validation and of background samples are two threads
+                value = function(**arguments)
+                if inspect.isawaitable(value):  # with `debug`: no built-in function is
+                    value = self._runner.run(_wait_for(value))
             return result_of(value)
         except Exception as error:  # such as a ground truth that is not a number
             return failure(error)

@@ -122,7 +122,7 @@ class BatchedEngine:
         has_weights: True if the Core starts with weights, which become version 0.
         swaps: whether weights may be loaded while requests run.
         request_timeout_s: seconds without a completed step after which a waiting request raises
-            EngineError.
+            EngineDied.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class BatchedEngine:
                 self._jobs.put(abort)
 
     async def _wait(self, waiter: Waiter, started_at: float) -> None:
-        """Wait for an answer. Raises EngineError if the engine completes no step within the
+        """Wait for an answer. Raises EngineDied if the engine completes no step within the
         timeout.
 
         Time out only if the engine completes no step; queueing time does not count.
@@ -214,7 +214,7 @@ class BatchedEngine:
         while not done:
             silence = time.monotonic() - max(started_at, self._last_step)
             if silence >= self._timeout:
-                raise EngineError(
+                raise EngineDied(
                     f"the engine hangs: no generation step completed for {silence:.1f} s "
                     f"(rollout.request_timeout_s={self._timeout:g}) while "
                     f"{len(self._waiting)} requests waited"

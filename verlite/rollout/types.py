@@ -30,8 +30,8 @@ class EngineError(RuntimeError):
 
 
 class EngineDied(EngineError):
-    """A generation step failed, and the engine ended. It can be replaced by a new engine in a new
-    process."""
+    """A generation step failed, and the engine ended; or no step ends, and the engine hangs. It can
+    be replaced by a new engine in a new process."""
 
 
 class WeightSyncError(EngineError):

@@ -1,6 +1,7 @@
 """Coroutines that run on a thread of their own while the worker takes other calls."""
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -8,8 +9,13 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
+CLOSE_S = 10.0
+"""How long `close` waits for the thread, which a job may block."""
+
 T = TypeVar("T")
 Jobs = Sequence[Callable[[], Coroutine[Any, Any, T]]]
+
+_log = logging.getLogger(__name__)
 
 
 class Background(Generic[T]):
@@ -55,10 +61,16 @@ class Background(Generic[T]):
         return found
 
     def close(self) -> None:
-        """Cancel all jobs and end the thread."""
+        """Cancel all jobs and end the thread.
+
+        A job that blocks the thread, or that ignores its cancellation, is left behind after CLOSE_S
+        with a warning. Its result is dropped.
+        """
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._main.cancel)
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            _log.warning("a sample in the background did not end within %g s; left behind", CLOSE_S)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -87,4 +99,11 @@ class Background(Generic[T]):
                     tasks.create_task(self._finish(job))
 
     async def _finish(self, job: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._results.put(await job())
+        try:
+            self._results.put(await job())
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # A task group takes this for a cancellation of its own, and would lose the job.
+            raise RuntimeError("a job raised CancelledError, which nobody had requested") from error
