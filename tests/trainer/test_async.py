@@ -52,12 +52,13 @@ def samples(run):
     return found
 
 
-def test_age_0_is_sync(tmp_path, base, monkeypatch):
+def test_age_0_is_sync_also_from_a_checkpoint_of_it(tmp_path, base, monkeypatch):
     one_thread(monkeypatch)
     base = [*base, "trainer.total_training_steps=4", "trainer.test_freq=2"]
-    sync = launch(tmp_path, "sync", base)
+    sync = launch(tmp_path, "sync", [*base, "trainer.save_freq=2"])
     assert sync.wait() == 0, sync.text()
-    run = launch(tmp_path, "async", [*base, "trainer.mode=async", "async_training.max_age=0"])
+    base += ["trainer.mode=async", "async_training.max_age=0"]
+    run = launch(tmp_path, "async", base)
     assert run.wait() == 0, run.text()
     lines = [{k: v for k, v in quiet(line).items() if "async/" not in k} for line in run.metrics()]
     assert lines == [quiet(line) for line in sync.metrics()]
@@ -65,6 +66,13 @@ def test_age_0_is_sync(tmp_path, base, monkeypatch):
     expected, weights = (
         load_file(one.run_dir / "huggingface" / "model.safetensors") for one in (sync, run)
     )
+    assert all(expected[name].equal(weights[name]) for name in expected)
+
+    saved = f"trainer.resume_from_path={sync.run_dir / 'global_step_2'}"
+    resumed = launch(tmp_path, "resumed", [*base, "trainer.resume_mode=resume_path", saved])
+    assert resumed.wait() == 0, resumed.text()
+    assert samples(resumed) == {step: samples(sync)[step] for step in (3, 4)}
+    weights = load_file(resumed.run_dir / "huggingface" / "model.safetensors")
     assert all(expected[name].equal(weights[name]) for name in expected)
 
 

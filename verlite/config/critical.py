@@ -181,7 +181,6 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
         "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
         **_estimator(config.algorithm),
-        "trainer.mode": config.trainer.mode,
         "data.train_files": config.data.train_files,
         CONTENT: contents(config.data.train_files),
         "data.train_batch_size": config.data.train_batch_size,

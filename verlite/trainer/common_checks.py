@@ -19,7 +19,7 @@ from verlite.trainer import checkpoints
 from verlite.trainer.checkpoints import STATE, ResumeRefused
 from verlite.trainer.errors import HubMissing, RunRefused
 from verlite.trainer.opening import lock_run_dir, try_run_dir
-from verlite.trainer.preflight import Preflight
+from verlite.trainer.preflight import RL, Preflight
 from verlite.trainer.run_record import shown_difference
 from verlite.trainer.saving import already_complete, exported_step
 
@@ -103,10 +103,17 @@ def compare_small_copy(found: Preflight, model: ModelSpec, section: str, kind: s
 
 
 def position(found: Preflight) -> None:
-    """Continue the order of the rows from the checkpoint, if all rows are known."""
+    """Continue the order of the rows from the checkpoint, if all rows are known, and check which
+    of the drawn ones are not trained yet."""
+    from verlite.trainer.groups import check_state
+
     if found.checkpoint is None or not found.is_whole:
         return
+    config = found.config
     try:
+        if found.command == RL:
+            is_async, prompts = config.trainer.mode == "async", config.data.train_batch_size
+            check_state(found.state, is_async, prompts, found.sampler.size)
         found.sampler.load_state_dict(found.state["sampler"])
     except ValueError as error:
         raise ResumeRefused(f"{found.checkpoint.path / STATE}: {error}") from error

@@ -13,7 +13,7 @@ from verlite.controller.failures import RankDied
 from verlite.protocol.data import DataProto
 from verlite.trainer import batch as batches
 from verlite.trainer.errors import StepAborted
-from verlite.trainer.groups import Groups, uid_of
+from verlite.trainer.groups import Groups, state_at, uid_of
 from verlite.trainer.outage import wait_for_services, waits_for_services
 from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.rollout import (
@@ -29,8 +29,12 @@ WAIT_S = 0.25
 request to stop is noticed between two answers."""
 
 
-def open_groups(run: Run, state: dict[str, Any] | None) -> Groups:
-    """Return the groups of a run, those of a checkpoint if it resumes from one."""
+def open_groups(run: Run, state: dict[str, Any]) -> Groups:
+    """Return the groups of a run.
+
+    state: the driver's, with those of a checkpoint if it resumes from one. A checkpoint of
+        trainer.mode=sync has none: every prompt that was drawn before it is trained.
+    """
     settings, plan = run.config.async_training, run.plan
     flow = Flow(
         groups_per_step=plan.prompts,
@@ -41,11 +45,11 @@ def open_groups(run: Run, state: dict[str, Any] | None) -> Groups:
         total_steps=run.total_steps,
     )
     groups = Groups(flow)
-    if state is not None:
-        flow.load_state_dict(state["flow"])
-        groups.undrawn = state["undrawn"]
-        for number, row in state["rows"].items():
-            groups.add(int(number), row, requests_of_group(run, int(number), row))
+    saved = state.get("groups") or state_at(state["step"], plan.prompts)
+    flow.load_state_dict(saved["flow"])
+    groups.undrawn = saved["undrawn"]
+    for number, row in saved["rows"].items():
+        groups.add(int(number), row, requests_of_group(run, int(number), row))
     return groups
 
 
