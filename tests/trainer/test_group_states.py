@@ -70,11 +70,11 @@ DAMAGES: dict[str, tuple[list[Any], Any, str]] = {
     "unknown": (["groups", "flow", "groups", 0, 1], [], "groups.flow.groups[0] is [2, [], 1, 0]"),
     "half": (["groups", "flow", "groups", 0, 0], 0.5, "groups.flow.groups[0] is [0.5,"),
     "yes": (["groups", "flow", "groups", 0, 0], True, "groups.flow.groups[0] is [True,"),
-    "twice": (["groups", "flow", "groups", 0, 0], 3, "groups.flow.next is 6, and must be 5"),
+    "twice": (["groups", "flow", "groups", 0, 0], 3, "groups.flow.groups is [3, 3, 4, 5]"),
     "listed twice": (
         ["groups", "flow", "groups"],
         [[2, "ready", 1, 0], [3, "queued", None, 0], [2, "ready", 1, 0]],
-        "groups.flow.next is 6, and must be 4",
+        "groups.flow.groups is [2, 3, 2], and must be each number once",
     ),
     "too new": (["groups", "flow", "groups", 1, 2], 3, "groups.flow.groups[1] is [3, 'running', 3"),
     "too old": (["groups", "flow", "groups", 1, 2], 0, "groups.flow.groups[1] is [3, 'running', 0"),

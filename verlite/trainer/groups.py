@@ -150,9 +150,11 @@ def check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) 
             )
             raise _wrong(f"groups.flow.groups[{place}]", group, rule)
     numbers = [group[0] for group in flow["groups"]]
-    drawn = step * prompts + len(set(numbers))
-    if flow["next"] != drawn or len(set(numbers)) != len(numbers):
-        rule = f"{drawn}: {prompts} for each step, and those of groups.flow.groups once each"
+    if len(set(numbers)) != len(numbers):
+        raise _wrong("groups.flow.groups", numbers, "each number once")
+    drawn = step * prompts + len(numbers)
+    if flow["next"] != drawn:
+        rule = f"{drawn}: {prompts} for each step, and those of groups.flow.groups"
         raise _wrong("groups.flow.next", flow["next"], rule)
     for entry in ("gone", "reasons"):
         names = set(State) if entry == "gone" else set(flow[entry])
