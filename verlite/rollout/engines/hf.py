@@ -226,7 +226,7 @@ class HFCore:
 
     @torch.inference_mode()
     def reset_caches(self) -> None:
-        """With `GenerationSpec.kv_at_update` "fresh", recompute the keys and values of running requests.
+        """With kv_at_update "fresh", recompute the keys and values of running requests.
         Without a cache they are recomputed in each step."""
         if self._is_caching and self._kv_at_update == "fresh":
             lengths = self._position[: len(self._rows)].tolist()

@@ -201,7 +201,7 @@ class VLLMCore:
         return vllm_worker.adapter_request(number)
 
     def reset_caches(self) -> None:
-        """Drop all cached prefixes; those that running requests use as rollout.kv_at_update says.
+        """Drop all cached prefixes; those that running requests use as `kv_at_update` says.
 
         Without `reset_running_requests` vLLM refuses to reset its cache while requests run.
         """
