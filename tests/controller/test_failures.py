@@ -27,6 +27,7 @@ from verlite.controller.node_watch import Daemon
 from verlite.controller.records import Failed
 from verlite.controller.worker_actor import WorkerActor
 from verlite.controller.worker_handle import WorkerHandle
+from verlite.trainer.errors import exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,15 @@ def test_death_on_a_node_that_does_not_answer():
     error = worker_error([cause(0, None)], None, 0)
     assert error.kind == "node lost"
     assert "its node does not answer" in str(error)
+
+
+def test_stuck_samples_end_the_run_and_may_pass():
+    """As a stuck call does. Their engine is not at fault, so it is not started again."""
+    failed = Failed("SamplesStuck", "2 wait for env.step", "", 1.0, None)
+    found = cause_of_exception(cause(0, None).worker, "finished", failed)
+    error = worker_error([found], None, None)
+    assert (error.kind, error.may_pass, found.ended) == ("no progress", True, False)
+    assert exit_code(error) == 76
 
 
 def test_causes_come_before_consequences_and_deaths_before_exceptions():

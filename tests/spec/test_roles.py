@@ -161,6 +161,7 @@ def test_each_value_arrives_where_it_is_read():
         section, _, name = key.rpartition(".")
         setattr(keys.get(config, section) if section else config, name, value)
     plan = make_plan(config, "cpu", count_rows=False)
+    assert role_spec("rollout", config, plan, 10).phase_timeout_s == 1234.0
     for key, (value, role, place) in VALUES.items():
         found = role_spec(role, config, plan, 10)
         for name in place.split("."):

@@ -19,10 +19,10 @@ from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardResult
 from verlite.rewards.scorer import Stream
 from verlite.rollout.batched import build_engine
-from verlite.rollout.types import Completion, EngineError, Sampling
+from verlite.rollout.types import Completion, EngineDied, EngineError, Sampling
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.workers import background
-from verlite.workers.background import Background
+from verlite.workers.background import Background, SamplesStuck
 from verlite.workers.rollout import RolloutWorker
 
 
@@ -34,6 +34,7 @@ class Engine:
         self.tokenizer = tiny_tokenizer()
         self.may_finish = set(may_finish)
         self.asked, self.cancelled = [], []
+        self.last_step = 0.0
 
     async def generate(self, prompt_ids, sampling):
         self.asked.append(prompt_ids)
@@ -78,7 +79,7 @@ class Scores:
 def worker(engine):
     rollout = RolloutWorker.__new__(RolloutWorker)
     rollout.engine, rollout.env_factory = engine, EnvFactory()
-    rollout.spec, rollout.scorer = SimpleNamespace(max_turns=0), Scores()
+    rollout.spec, rollout.scorer = SimpleNamespace(max_turns=0, phase_timeout_s=WAIT_S), Scores()
     return rollout
 
 
@@ -304,13 +305,18 @@ class Rooms(EnvFactory):
         self.open -= 1
 
 
+def with_turns(rollout):
+    rollout.spec.max_turns, rollout.spec.env = 1, "x"
+    rollout.spec.longest_sequence, rollout.spec.max_obs_length = 9, 4
+    rollout.encode = None
+
+
 def test_background_samples_have_their_own_open_environments(rollout, monkeypatch):
     """Connections of an environment belong to one event loop."""
     monkeypatch.setattr("verlite.workers.rollout.build_env_factory", lambda env: Rooms())
     monkeypatch.setattr(Rooms, "made", [])
     rollout.env_factory = Rooms()
-    rollout.spec = SimpleNamespace(max_turns=1, env="x", longest_sequence=9, max_obs_length=4)
-    rollout.encode = None
+    with_turns(rollout)
     rollout.start(requests(["a", "b"], [[5], [6]]))
     rollout.engine.may_finish |= {6, 7}
     rollout.generate(requests(["v"], [[7]]), sleep_after=False)
@@ -323,3 +329,93 @@ def test_background_samples_have_their_own_open_environments(rollout, monkeypatc
     assert [len(rooms.loops) for rooms in Rooms.made] == [1, 1]
     assert validation.loops != background.loops
     assert validation.open == background.open == 0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of the watch, in seconds."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_an_engine_without_a_step_within_the_limit_has_died(rollout, clock):
+    rollout.spec.phase_timeout_s = 100.0
+    rollout.start(requests(["a", "a", "b"], [[5], [6], [7]]))
+    until(lambda: len(rollout.engine.asked) == 3)
+    clock.now += 100.0
+    assert len(rollout.finished(0.0)) == 0
+    rollout.engine.last_step = 1050.0
+    clock.now += 50.0
+    assert len(rollout.finished(0.0)) == 0, "the last step is 100 s ago"
+    clock.now += 1.0
+    with pytest.raises(
+        EngineDied, match=r"completed for 101.0 s .trainer.phase_timeout_s=100.: 3 wait for the eng"
+    ):
+        rollout.finished(0.0)
+
+
+def test_finished_samples_are_not_waited_for(rollout, clock):
+    rollout.spec.phase_timeout_s = 100.0
+    rollout.engine.may_finish |= {0, 5}
+    rollout.start(requests(["a", "a"], [[5], [0]]))
+    assert len(rollout.finished(WAIT_S)) == 2
+    clock.now += 1000.0
+    assert len(rollout.finished(0.0)) == 0
+    rollout.start(requests(["a"], [[6]]))
+    assert len(rollout.finished(0.0)) == 0, "it has just begun"
+
+
+def test_a_reward_that_does_not_end_is_named(rollout, clock):
+    rollout.spec.phase_timeout_s = 100.0
+    rollout.engine.may_finish.add(5)
+    rollout.scorer.may.clear()
+    rollout.start(requests(["a", "a"], [[5], [6]]))
+    until(lambda: rollout.scorer.waiting and len(rollout.engine.asked) == 2)
+    clock.now += 101.0
+    with pytest.raises(
+        SamplesStuck, match=r": 1 wait for (its reward|the engine), 1 wait for "
+    ) as e:
+        rollout.finished(0.0)
+    assert "its reward" in str(e.value) and "the engine" in str(e.value)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_step_of_an_environment_that_does_not_return_is_named(
+    rollout, monkeypatch, clock, blocks
+):
+    reached, release = threading.Event(), threading.Event()
+
+    class Hangs(EnvFactory):
+        def env(self, extra_info):
+            return SimpleNamespace(stop=(), step=self.step)
+
+        async def step(self, text, last):
+            reached.set()
+            if blocks:
+                wait_here(release)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("verlite.workers.rollout.build_env_factory", lambda env: Hangs())
+    with_turns(rollout)
+    rollout.spec.phase_timeout_s = 100.0
+    rollout.engine.may_finish.add(5)
+    rollout.start(requests(["a"], [[5]]))
+    assert reached.wait(WAIT_S)
+    rollout.start(requests(["b", "b"], [[6], [6]]))
+    if not blocks:
+        until(lambda: rollout.engine.asked.count([6]) == 2)
+    until(lambda: ("in wait_here" in rollout._background.blocked_at()) == blocks)
+    until(lambda: bool(rollout._background.blocked_at()) == blocks)
+    clock.now += 101.0
+    with pytest.raises(SamplesStuck) as caught:
+        rollout.finished(0.0)
+    release.set()
+    text = str(caught.value)
+    assert "2 wait for " + ("its start" if blocks else "the engine") in text
+    assert "1 wait for env.step" in text and "(trainer.phase_timeout_s=100)" in text
+    assert ("blocks all samples" in text) == ("in wait_here" in text) == blocks
+
+
+def wait_here(release):
+    assert release.wait(WAIT_S)

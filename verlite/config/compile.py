@@ -137,6 +137,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
         max_turns=plan.max_turns,
         max_obs_length=config.data.max_obs_length,
         longest_sequence=plan.longest_sequence,
+        phase_timeout_s=config.trainer.phase_timeout_s,
         debug=config.trainer.debug,
         folder=os.getcwd(),
     )

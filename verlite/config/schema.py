@@ -1513,7 +1513,8 @@ class TrainerConfig(RunConfig):
         "A worker call that makes no progress for so long is reported as stuck. A rollout engine "
         "that generates is then started again (see rollout.max_restarts); any other worker ends "
         "the run with exit code 76. A call that has been made before is ended earlier: after 4 x "
-        "heartbeat_timeout_s or 10 times its longest earlier pause, whichever is more.",
+        "heartbeat_timeout_s or 10 times its longest earlier pause, whichever is more. With "
+        "trainer.mode=async also the limit for samples of which none makes progress.",
         bound="> 0",
     )
     heartbeat_timeout_s: float = key(

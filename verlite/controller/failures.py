@@ -22,6 +22,8 @@ KINDS = {
 of these the process cannot be used any more."""
 FROZEN = "frozen"
 STUCK = "no progress"
+KIND_OF = {**KINDS, "SamplesStuck": STUCK}
+"""The same, and classes after which the process could go on."""
 PASSING = (KINDS["MemoryError"], KINDS["Sigterm"], KINDS["EngineDied"], FROZEN, STUCK)
 """Kinds after which the same command may succeed: others may have used the memory, and an engine's
 error may have been one of the device or of a server."""
@@ -178,7 +180,7 @@ def cause_of_exception(worker: WorkerHandle, method: str, failed: Failed) -> Cau
     return Cause(
         worker=worker,
         method=method,
-        kind=KINDS.get(failed.type_name, "exception"),
+        kind=KIND_OF.get(failed.type_name, "exception"),
         type_name=failed.type_name,
         message=failed.message,
         traceback=failed.traceback,

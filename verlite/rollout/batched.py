@@ -150,7 +150,7 @@ class BatchedEngine:
         self._waiting: dict[int, Waiter] = {}
         self._spans: dict[int, Spans] = {}  # of tokens that running requests had at the last load
         self._request_ids = itertools.count()
-        self._last_step = time.monotonic()
+        self.last_step = time.monotonic()
         self._closing = False
         started: Future[PreTrainedTokenizerBase] = Future()
         self._thread = threading.Thread(
@@ -212,7 +212,7 @@ class BatchedEngine:
         """
         done: set[Waiter] = set()
         while not done:
-            silence = time.monotonic() - max(started_at, self._last_step)
+            silence = time.monotonic() - max(started_at, self.last_step)
             if silence >= self._timeout:
                 raise EngineDied(
                     f"the engine hangs: no generation step completed for {silence:.1f} s "
@@ -299,7 +299,7 @@ class BatchedEngine:
         self._version_before = self.version
         self.version = version
         self._not_ready_reason = None
-        self._last_step = time.monotonic()
+        self.last_step = time.monotonic()
 
     def _note_versions(self, core: Core) -> None:
         """Note that the current version sampled the newest tokens of running requests."""
@@ -432,7 +432,7 @@ class BatchedEngine:
                 progress.here.requests = core.pending()
                 if self._may_step(core):
                     self._resolve(core.step())
-                    self._last_step = time.monotonic()
+                    self.last_step = time.monotonic()
                     progress.tick()
             self._fatal_error = EngineError("the engine was closed")
         except BaseException as error:  # requests that wait must always receive an answer

@@ -43,18 +43,20 @@ class Request:
     """Converts an observation into tokens. None encodes it as plain text (`encode_text`)."""
 
 
-async def run_trajectory(engine: Engine, request: Request) -> Trajectory:
+async def run_trajectory(
+    engine: Engine, request: Request, waits_for: Callable[[str], None] = lambda what: None
+) -> Trajectory:
     """Sample one trajectory.
 
     An exception of the environment, or a request the engine rejects, ends the trajectory with
-    status ERROR.
+    status ERROR. `waits_for(what)` is called before each wait, for "the engine" or "env.step".
 
     Raises:
         EngineError: the engine cannot generate, so every other sample fails too.
     """
     trajectory = Trajectory(list(request.prompt_ids))
     try:
-        await _run(engine, request, trajectory)
+        await _run(engine, request, trajectory, waits_for)
     except EngineError:
         raise
     except ToolError as error:
@@ -67,7 +69,9 @@ async def run_trajectory(engine: Engine, request: Request) -> Trajectory:
     return trajectory
 
 
-async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None:
+async def _run(
+    engine: Engine, request: Request, trajectory: Trajectory, waits_for: Callable[[str], None]
+) -> None:
     env = request.env
     sampling = request.sampling
     if env is not None:
@@ -77,6 +81,7 @@ async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None
     for turn in range(request.max_turns + 1):
         remaining = token_limit - len(trajectory.response_ids)
         limited = replace(sampling, max_tokens=min(sampling.max_tokens, remaining))
+        waits_for("the engine")
         completion = await _generate(engine, trajectory, with_seed(limited, turn))
         if completion.finish_reason == "abort":
             trajectory.fail("the engine aborted the request")
@@ -89,6 +94,7 @@ async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None
 
         is_last = turn == request.max_turns
         text = _text_view(engine.tokenizer, completion.ids, sampling.stop)
+        waits_for("env.step")
         step = await _step_env(env, trajectory, text, is_last)
         if step.done or is_last:
             trajectory.status = Status.DONE if step.done else Status.MAX_TURNS

@@ -206,6 +206,8 @@ class Engine(Protocol):
     version: int
     """Version of the weights; -1 before the first sync."""
     tokenizer: PreTrainedTokenizerBase
+    last_step: float
+    """When it completed its last generation step or weight load, by time.monotonic()."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Generate a continuation of `prompt_ids`.

@@ -404,6 +404,8 @@ class RolloutSpec:
     max_turns: int
     max_obs_length: int
     longest_sequence: int
+    phase_timeout_s: float
+    """Longest time without progress of background samples."""
     debug: bool
     folder: str
     """Working directory of the user's reward functions."""

@@ -3,11 +3,18 @@
 import asyncio
 import logging
 import queue
+import sys
 import threading
+import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+from verlite.rollout.types import EngineDied
 
 CLOSE_S = 10.0
 """How long `close` waits for the thread, which a job may block."""
@@ -16,6 +23,55 @@ T = TypeVar("T")
 Jobs = Sequence[Callable[[], Coroutine[Any, Any, T]]]
 
 _log = logging.getLogger(__name__)
+
+
+class SamplesStuck(RuntimeError):
+    """Samples wait for something that does not end: an environment, a reward."""
+
+
+@dataclass
+class Waits:
+    """What each running sample waits for, and when one of them last went on."""
+
+    limit_s: float
+    """`trainer.phase_timeout_s`."""
+    running: dict[tuple[str, int], str] = field(default_factory=dict)
+    """{(uid, row): "the engine", "env.step", ...}"""
+    moved: float = 0.0
+
+    def note(self, sample: tuple[str, int], what: str | None) -> None:
+        """Note what a sample waits for from now on. None: it has ended."""
+        if what is None:
+            del self.running[sample]
+        else:
+            self.running[sample] = what
+        self.moved = time.monotonic()
+
+    def check(self, engine_moved: float, blocked_at: Callable[[], str]) -> None:
+        """Check that samples make progress.
+
+        Args:
+            engine_moved: when the engine completed its last step, by time.monotonic().
+            blocked_at: see `Background.blocked_at`.
+
+        Raises:
+            EngineDied: all wait for the engine, which makes no step.
+            SamplesStuck: none has gone on within the limit, for another reason.
+        """
+        waits = Counter(list(self.running.values()))
+        still_s = time.monotonic() - max(self.moved, engine_moved)
+        if not waits or still_s <= self.limit_s:
+            return
+        limit = f"for {still_s:.1f} s (trainer.phase_timeout_s={self.limit_s:g})"
+        counts = ", ".join(f"{count} wait for {what}" for what, count in waits.most_common())
+        stack = blocked_at()
+        if set(waits) == {"the engine"} and not stack:
+            raise EngineDied(f"the engine hangs: no generation step completed {limit}: {counts}")
+        at = f"\nA call that does not return blocks all samples:\n{stack}" if stack else ""
+        raise SamplesStuck(
+            f"no sample has made progress {limit}: {counts}. Give the calls that do not return a "
+            f"time limit of their own; if they only need longer, raise the key{at}"
+        )
 
 
 class Background(Generic[T]):
@@ -71,6 +127,17 @@ class Background(Generic[T]):
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             _log.warning("a sample in the background did not end within %g s; left behind", CLOSE_S)
+
+    def blocked_at(self) -> str:
+        """Return the stack that keeps the event loop from running, a line per call; "" if the loop
+        only waits for something."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame else []
+        if not stack or stack[-1].filename.endswith("selectors.py"):
+            return ""
+        lines = [f"  {call.filename}:{call.lineno} in {call.name}" for call in stack]
+        starts = [i for i, call in enumerate(stack) if call.filename.endswith("asyncio/events.py")]
+        return "\n".join(lines[max(starts, default=-1) + 1 :])
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

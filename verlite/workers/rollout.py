@@ -29,7 +29,7 @@ from verlite.rollout.types import Sampling, Status, Trajectory
 from verlite.spec.roles import RolloutSpec
 from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.transport import Export, Offer
-from verlite.workers.background import Background
+from verlite.workers.background import Background, Waits
 from verlite.workers.weight_reader import WeightReader
 
 _KEPT = (
@@ -130,13 +130,17 @@ class RolloutWorker(Worker):
             factory = EnvFactory() if env is None else build_env_factory(env)
             self._rewards = self.scorer.stream()
             self._background_envs = factory
+            self._waits = Waits(self.spec.phase_timeout_s)
             self._background = Background(factory)
         columns = requests.non_tensor_batch
         prepared_requests = self._requests(columns, self._background_envs)
         groups: dict[str, list[int]] = {}
         for row, uid in enumerate(columns["uid"]):
             groups.setdefault(uid, []).append(row)
-        sample = functools.partial(self._sample_group, self._rewards, columns, prepared_requests)
+            self._waits.note((uid, row), "its start")
+        sample = functools.partial(
+            self._sample_group, self._rewards, self._waits, columns, prepared_requests
+        )
         self._background.start([functools.partial(sample, rows) for rows in groups.values()])
 
     @register("all", keep_remote=_KEPT)
@@ -153,8 +157,11 @@ class RolloutWorker(Worker):
 
         Raises:
             EngineError: as `start`.
+            EngineDied, SamplesStuck: samples make no progress; see `Waits.check`.
         """
         groups = [] if self._background is None else self._background.finished(wait_s)
+        if self._background is not None and not groups:
+            self._waits.check(self.engine.last_step, self._background.blocked_at)
         return DataProto.concat(groups or [self._as_group([], [], [], [], 0.0)])
 
     @register("all")
@@ -169,6 +176,7 @@ class RolloutWorker(Worker):
     async def _sample_group(
         self,
         rewards: Stream | RemoteStream,
+        waits: Waits,
         columns: Mapping[str, Any],
         prepared_requests: Sequence[Request],
         rows: Sequence[int],
@@ -178,14 +186,19 @@ class RolloutWorker(Worker):
 
         async def sample(row: int) -> tuple[Trajectory, DecodedResponse, RewardResult]:
             nonlocal ended_at
-            trajectory = await run_trajectory(self.engine, prepared_requests[row])
+            note = functools.partial(waits.note, (columns["uid"][row], row))
+            trajectory = await run_trajectory(self.engine, prepared_requests[row], note)
             ended_at = time.monotonic()
             decoded = self._decode(trajectory)
             if trajectory.status == Status.ERROR:
+                note(None)
                 return trajectory, decoded, RewardResult(None)
+            note("its reward")
             reward = rewards.score(self._reward_item(columns, row, trajectory, decoded))
             # Shielded, because the thread that scores completes the future in any case.
-            return trajectory, decoded, await asyncio.shield(asyncio.wrap_future(reward))
+            result = await asyncio.shield(asyncio.wrap_future(reward))
+            note(None)
+            return trajectory, decoded, result
 
         async with asyncio.TaskGroup() as tasks:
             samples = [tasks.create_task(sample(row)) for row in rows]
