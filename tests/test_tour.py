@@ -45,7 +45,7 @@ def test_lines_of_the_tour():
         named |= set(names)
         if number:
             counted, shown = lines_in(*names), int(number.replace(",", ""))
-            assert abs(counted - shown) <= max(150, shown / 4), (cell, counted)
+            assert abs(counted - shown) <= max(50, shown / 10), (cell, counted)
     assert named >= {f"{file.parent.name}/" for file in ROOT.glob("*/__init__.py")}
     (nucleus,) = re.findall(r"is the nucleus: about ([\d,]+) lines", TOUR)
     stages = lines_in("trainer/stages", "trainer/ppo.py", "trainer/asynchronous.py")

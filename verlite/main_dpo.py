@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the configuration, train, and return the exit code."""
+    """Check the configuration, train, and return the exit code. SystemExit: --help, wrong keys."""
     return tune(argv, DPO, dpo_task, str(__doc__))
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the configuration, train, and return the exit code."""
+    """Check the configuration, train, and return the exit code. SystemExit: --help, wrong keys."""
     return tune(argv, SFT, sft_task, str(__doc__))
 
 

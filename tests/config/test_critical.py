@@ -253,7 +253,12 @@ GDPO = "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=4 algorithm.gdp
         ("algorithm.adv_estimator=gae", "algorithm.gamma=0.9"),
         ("algorithm.adv_estimator=gae", "algorithm.lam=0.9"),
         ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false"),
+        ("algorithm.adv_estimator=grpo", "algorithm.whiten_advantages=true"),
+        ("algorithm.adv_estimator=rloo_token_kl", "reward.clip_range=[-5,5]"),
         ("algorithm.adv_estimator=mine:f", "algorithm.gamma=0.9"),
+        ("algorithm.adv_estimator=mine:f", "algorithm.adv_kwargs={alpha:0.5}"),
+        ("algorithm.adv_estimator=mine:f", "algorithm.whiten_advantages=true"),
+        ("algorithm.adv_estimator=mine:f", "reward.clip_range=[-5,5]"),
     ],
 )
 def test_what_the_estimator_reads_must_not_change(material, line, change):
@@ -268,5 +273,13 @@ def test_what_the_estimator_reads_must_not_change(material, line, change):
 def test_what_the_estimator_does_not_read_may_change(material):
     line = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
     saved = critical_settings(material.load(*line).config)
-    changed = material.load(*line, "algorithm.lam=0.9", "algorithm.gamma=0.9").config
+    unread = ("algorithm.lam=0.9", "algorithm.gamma=0.9", "reward.clip_range=[-5,5]")
+    changed = material.load(*line, *unread, "algorithm.adv_kwargs={alpha:0.5}").config
+    assert refuse_changed_settings(changed, saved) == []
+
+
+def test_whitening_may_change_where_the_estimator_whitens(material):
+    line = "algorithm.adv_estimator=reinforce_plus_plus"
+    saved = critical_settings(material.load(line).config)
+    changed = material.load(line, "algorithm.whiten_advantages=true").config
     assert refuse_changed_settings(changed, saved) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.convert.conftest import BOMB, SAMPLES
-from verlite.config import keys
+from verlite.config import keys, plan
 from verlite.config.problems import ConfigError
 from verlite.convert import rlinf, rows
 from verlite.convert.rlinf import KEYS
@@ -20,7 +20,10 @@ SAMPLE = (SAMPLES / "convert/rlinf.yaml").read_text()
 
 
 @pytest.fixture
-def convert(tmp_path):
+def convert(tmp_path, monkeypatch):
+    known = plan.installed  # the sample's tracker need not be installed
+    monkeypatch.setattr(plan, "installed", lambda name: name == "swanlab" or known(name))
+
     def converted(*changes: tuple[str, str]):
         text = SAMPLE
         for old, new in changes:
@@ -82,7 +85,7 @@ def test_guide_004(convert, files):
     }
     assert {key: conversion.values.get(key) for key in expected} == expected
     warned = [warning.typed for warning in conversion.warnings]
-    assert conversion.values["trainer.logger"] == ["console", "tensorboard", "wandb"]
+    assert conversion.values["trainer.logger"] == ["console", "tensorboard", "swanlab"]
     assert "algorithm.early_stop_imp_ratio=5.0" in warned
     assert "reward.reward_scale=5.0" in warned
     assert conversion.before == [

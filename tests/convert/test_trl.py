@@ -268,6 +268,14 @@ def test_each_tracker_is_converted_or_warned_about():
     assert "TRACKIO_SPACE_ID" in warned["trackio_*"]
 
 
+def test_all_trackers_are_to_be_named():
+    line = "trl grpo --model_name_or_path m --dataset_name d.json --report_to all"
+    conversion = trl.convert(None, words=line.split())
+    assert "trainer.logger" not in conversion.values
+    (warning,) = (one for one in conversion.warnings if one.typed.startswith("report_to"))
+    assert warning.text.startswith("name the trackers that you want in trainer.logger: wandb")
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

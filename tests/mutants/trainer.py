@@ -1,5 +1,9 @@
 """Mutants of verlite.trainer: steps, checkpoints and resumes that go wrong."""
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 from tests.mutants import Mutant
 from tests.mutants.patches import (
     argument,
@@ -123,6 +127,11 @@ def _sampler_not_restored(original, self):
 def _without_kl_controller(original, self):
     state = original(self)
     return {**state, "kl_controller": {}, "version": 0}
+
+
+def without_masking(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with mock.patch("verlite.trainer.ending.mask_urls", str):
+        return original(*args, **kwargs)
 
 
 MUTANTS = [
@@ -377,9 +386,15 @@ MUTANTS = [
         (ENDING,),
     ),
     Mutant(
-        "secrets in URLs are printed at the end of a run, and written into its files",
-        "verlite.trainer.ending:mask_urls",
-        constant(lambda text: text),
+        "secrets in URLs are printed at the end of a run",
+        "verlite.trainer.ending:print_error",
+        calls(without_masking),
+        (ENDING,),
+    ),
+    Mutant(
+        "secrets in URLs are written into the files about a failed run",
+        "verlite.trainer.ending:write_report",
+        calls(without_masking),
         (ENDING,),
     ),
     Mutant(

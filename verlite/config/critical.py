@@ -11,7 +11,7 @@ from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
 from verlite.importing import module_path
-from verlite.spec.catalog import ENV_FACTORIES, ESTIMATORS, reads
+from verlite.spec.catalog import ENV_FACTORIES, ESTIMATORS, reads, whitens
 
 ESTIMATOR = {
     "gamma": "gamma",
@@ -19,8 +19,12 @@ ESTIMATOR = {
     "norm_adv_by_std_in_grpo": "norm_adv_by_std_in_grpo",
     "gdpo_reward_keys": "gdpo_rewards",
     "gdpo_reward_weights": "gdpo_reward_weights",
+    "adv_kwargs": "extra",
 }
-"""Keys of the section algorithm that define the advantages -> the input of the estimator."""
+"""Keys of the section algorithm that define the advantages -> the input of the estimator.
+
+A built-in estimator reads some; a user's own may read all.
+"""
 AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
 LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 CONTENT = "contents of data.train_files (SHA-256)"
@@ -163,11 +167,18 @@ def _environment(config: Config) -> dict[str, Any]:
     return settings
 
 
-def _estimator(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Return the advantage estimator, and the settings that it reads."""
+def _estimator(config: Config) -> dict[str, Any]:
+    """Return the advantage estimator, the settings that it reads (all for a user's own), and
+    whether its advantages are whitened unless it does that by itself."""
+    algorithm: AlgorithmConfig = config.algorithm
     name = algorithm.adv_estimator
     used = [key for key, field in ESTIMATOR.items() if reads(ESTIMATORS, name, field)]
-    return {f"algorithm.{key}": getattr(algorithm, key) for key in ("adv_estimator", *used)}
+    if not whitens(name):
+        used.append("whiten_advantages")
+    settings = {f"algorithm.{key}": getattr(algorithm, key) for key in ("adv_estimator", *used)}
+    if reads(ESTIMATORS, name, "reward_clip_range"):
+        settings["reward.clip_range"] = config.reward.clip_range
+    return settings
 
 
 def critical_settings(config: Config) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "actor_rollout_ref.rollout.seed": rollout.seed,
         "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
         "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
-        **_estimator(config.algorithm),
+        **_estimator(config),
         "data.train_files": config.data.train_files,
         CONTENT: contents(config.data.train_files),
         "data.train_batch_size": config.data.train_batch_size,

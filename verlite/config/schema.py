@@ -1462,7 +1462,7 @@ class TrainerConfig(RunConfig):
         "Save a checkpoint every this many steps and at the end. -1: only if a signal or "
         "trainer.max_runtime stops the run, so a run that is killed starts over.",
         bound=">= 1 or -1",
-        remedy="Use -1 for never.",
+        remedy="Use -1 to save only if the run is stopped.",
     )
     critic_warmup: int = key(
         0,

@@ -127,10 +127,10 @@ class SFTTrainerConfig(RunConfig):
     save_freq: Union[int, str] = key(
         -1,
         "Save a checkpoint every this many steps, or after_each_epoch, and at the end. -1: only "
-        "when a signal stops the run.",
+        "if a signal or trainer.max_runtime stops the run.",
         bound=">= 1 or -1",
         choices=(EACH_EPOCH,),
-        remedy="Use -1 for never.",
+        remedy="Use -1 to save only if the run is stopped.",
     )
     max_ckpt_to_keep: Optional[int] = key(
         None, "Keep this many newest checkpoints. null: all.", bound=">= 1"

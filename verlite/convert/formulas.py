@@ -106,8 +106,12 @@ def trackers(draft: Draft, name: str, backends: Sequence[str]) -> None:
     """Set the trackers, and warn of those that verlite does not have."""
     known = [backend for backend in backends if backend in TRACKERS]
     draft.set("trainer.logger", ["console", *known], explicit=False)
+    if "all" in backends:
+        draft.warn(
+            name, f"name the trackers that you want in trainer.logger: {', '.join(TRACKERS)}"
+        )
     for backend in backends:
-        if backend not in (*known, "none"):
+        if backend not in (*known, "none", "all"):
             draft.warn(
                 name,
                 f"verlite has no tracker {backend}, but {', '.join(TRACKERS)}. A class of your own "

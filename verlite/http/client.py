@@ -6,8 +6,8 @@ several. A server that keeps failing is paused, and gets a single request before
 traffic again. Each attempt has a time limit, and the size of an answer is bounded, also in memory:
 compressed answers are refused, and the number and depth of JSON values is limited.
 
-A client of one service is its `ServiceSpec` with addresses and limits, and a function that reads
-the service's answers:
+`Client` takes a `ServiceSpec`, which has the service's addresses and limits; `post` takes a
+function that reads the answers:
 
     async with Client(RewardServiceSpec(url=urls)) as client:
         answer = await client.post({"query": texts}, read_scores)

@@ -10,12 +10,14 @@ GIB = 2**30
 
 
 def size(number: float) -> str:
-    """Return bytes in words: 14.2 GiB, 35 MiB, 0."""
+    """Return bytes in words: 14.2 GiB, 35 MiB, 256 bytes, 0."""
     if abs(number) >= 0.95 * GIB:
         return f"{number / GIB:,.1f} GiB"
     if abs(number) >= 0.95 * 2**20:
         return f"{number / 2**20:,.0f} MiB"
-    return f"{number / 2**10:,.0f} KiB" if number else "0"
+    if abs(number) >= 0.95 * 2**10:
+        return f"{number / 2**10:,.0f} KiB"
+    return f"{number:,.0f} bytes" if number else "0"
 
 
 def amount(number: float) -> str:
