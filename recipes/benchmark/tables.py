@@ -397,6 +397,22 @@ def _neighbors(found: dict[str, Any]) -> str:
     )
 
 
+def _overlap(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["mode"],
+            f"{row['seconds']:.2f} s",
+            f"{row['speed']:.2f}",
+            f"{row['waits']:.0%}",
+            f"{row['age']:.2f}",
+            f"{row['response_length']:.1f}",
+        )
+        for row in found["rows"]
+    ]
+    head = ("mode", "step", "speed", "share of waiting", "mean age", "tokens of a response")
+    return table(head, rows)
+
+
 def _data(found: dict[str, Any]) -> str:
     rows = [
         (
@@ -487,6 +503,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "controller_starts": _starts,
     "startup": _startup,
     "watchers": _watchers,
+    "overlap": _overlap,
     "neighbors_wtiny": _neighbors,
     "neighbors_w25": _neighbors,
     "data": _data,
