@@ -1,10 +1,11 @@
 """Steps of samples with a slow tool, by trainer.mode=sync and async, alternating.
 
-python recipes/benchmark/overlap.py [--rounds 2] [--steps 30] [--median 0.05] [--dry] [key=value ...]
+python recipes/benchmark/overlap.py [--rounds 2] [--steps 30] [--median 0.05] [--dry]
+[key=value ...]
 
-A sample calls a tool once, which takes a lognormal time: in 1% of the calls 50 times the median. The
-engine and the actor have a slot each. In both modes all samples are those of wtiny, with the same
-lengths on average, so a step has the same work.
+A sample calls a tool once, which takes a lognormal time: in 1% of the calls 50 times the median.
+The engine and the actor have a slot each. In both modes all samples are those of wtiny, with the
+same lengths on average, so a step has the same work.
 """
 
 import argparse
