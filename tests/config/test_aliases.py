@@ -135,6 +135,32 @@ def test_one_key_that_stands_for_two(material):
         material.load(f"{ACTOR}fsdp_config.offload_policy=maybe")
 
 
+def test_verls_asynchronous_trainer(material):
+    v1 = "trainer.v1."
+    depth = f"{v1}separate_async.num_warmup_batches=0"
+    assert material.load(depth).config.async_training.depth == 0
+    # Keys of the other mode, and those with an effect on what is trained.
+    refused = {
+        f"{v1}colocate_async.num_warmup_batches=0": "Use async_training.depth",
+        f"{v1}sampler.max_off_policy_threshold=3": "Use async_training.max_age, with one less",
+        f"{v1}sampler.custom_sampler.path=mine.py": "every prompt is trained once",
+        f"{v1}sampler.custom_sampler.name=Mine": "every prompt is trained once",
+        f"{v1}sampler.sync_refill_failed_groups=true": "max_error_rate",
+        f"{v1}separate_async.hybrid_rollout.enable_switch=true": "cluster.component_placement",
+        f"{v1}separate_async.parameter_sync_step=4": "as many times ppo_mini_batch_size",
+        f"{v1}separate_async.parameter_sync_step=8": "as many times ppo_mini_batch_size",
+    }
+    for typed, remedy in refused.items():
+        with pytest.raises(ConfigError) as error:
+            material.load(typed)
+        (problem,) = error.value.problems
+        assert typed.split("=")[0] in str(problem) and remedy in str(problem)
+    (note,) = texts(material.load(f"{v1}sampler.max_off_policy_threshold=8"))
+    assert "async_training.max_age is the limit" in note
+    (note,) = texts(material.load(f"{v1}separate_async.parameter_sync_step=1"))
+    assert "engines get the weights after each step" in note
+
+
 def test_keeping_no_earlier_checkpoint_is_keeping_one(material):
     key = "trainer.remove_previous_ckpt_in_save"
     kept = "trainer.max_actor_ckpt_to_keep"

@@ -60,6 +60,7 @@ FILE_RULES = (
     models.tokenizer,
     code.reward_function,
     code.own_functions,
+    code.own_engine,
     code.own_data,
     trainer.run_directory,
 )

@@ -87,6 +87,28 @@ def own_functions(context: Context) -> Iterator[Problem]:
             yield from _own_name(key.name, path)
 
 
+def own_engine(context: Context) -> Iterator[Problem]:
+    """The user's own engine has what trainer.mode=async calls. One with a base class may inherit
+    it."""
+    key = "actor_rollout_ref.rollout.name"
+    value = context.rollout.name
+    module, colon, name = value.partition(":")
+    file = module_file(module) if colon and context.is_async and context.ok(key) else None
+    if file is None or file.suffix != ".py":
+        return
+    for node in _read(file):
+        if not isinstance(node, ast.ClassDef) or node.name != name or node.bases:
+            continue
+        if "progress" not in _defined(node.body):
+            yield Problem(
+                key,
+                value,
+                "trainer.mode=async asks an engine how many tokens its running requests have, and "
+                f"{name} has no method progress",
+                "Add it as in verlite.rollout.batched.Core, or use trainer.mode=sync.",
+            )
+
+
 def _own_name(key: str, value: str) -> Iterator[Problem]:
     """Check that "package.module:name" exists. A name without a colon is a built-in one."""
     module, colon, name = value.partition(":")

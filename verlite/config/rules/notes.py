@@ -65,6 +65,18 @@ NOTES: tuple[tuple[Callable[[Context], Any], str], ...] = (
     (lambda c: c.algorithm.filter_groups.enable and c.n > 1 and "values" in c.measured,
      "algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns "
      "their values"),
+    (lambda c: (c.is_async and c.async_training.max_age
+         and plan.steps_ahead(c.config) == 0),
+     "async_training.depth=0: nothing is sampled ahead of the current step, as with "
+     "trainer.mode=sync, so async_training.max_age={c.async_training.max_age} has no effect"),
+    (lambda c: (c.is_async and "actor_rollout_ref.rollout.free_cache_engine" in c.user_keys
+         and c.rollout.free_cache_engine and plan.resolve_device(c.trainer.device) == "cuda"),
+     "actor_rollout_ref.rollout.free_cache_engine=true: the engines of trainer.mode=async do not "
+     "sleep after their first weights, so nothing is freed. Use false"),
+    (lambda c: (c.is_async and c.engine == "hf" and c.async_training.partial_rollout
+         and c.async_training.kv_cache == "mixed"),
+     "async_training.kv_cache=mixed is the same as salted with the engine hf, which reuses no "
+     "cached prefixes"),
     (lambda c: c.turns and plan.worst_case(c.config) > c.longest,
      "samples may not fit: {c.length_arithmetic}"),
     (lambda c: "actor_rollout_ref.rollout.n_agent" in c.old_names and c.n > 1,
