@@ -139,3 +139,26 @@ def test_empty_ground_truths_are_counted(material, tmp_path):
 )
 def test_empty(truth, empty):
     assert notes.is_empty(truth) is empty
+
+
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+APART = "cluster.component_placement={rollout:0-3,actor:4-7}"
+ON_GPUS = ["trainer.device=cuda", "ray_kwargs.ray_init.address=auto", APART]
+FREES = f"{ROLLOUT}free_cache_engine"
+
+
+ON_CPUS = ["trainer.device=cpu"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["async_training.depth=0", "async_training.max_age=0", *ON_CPUS],
+        ["async_training.depth=1", *ON_CPUS],
+        ["async_training.kv_cache=salted", *ON_CPUS],
+        [f"{FREES}=false", *ON_GPUS],
+        ON_GPUS,  # the default is not named
+    ],
+)
+def test_settings_with_an_effect_in_asynchronous_training_have_no_note(material, overrides):
+    assert not material.notes("trainer.mode=async", BYPASS, *overrides)

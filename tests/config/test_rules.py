@@ -936,6 +936,21 @@ def test_own_function_must_exist(material, tmp_path, monkeypatch):
             material.load(f"algorithm.adv_estimator={name}")
 
 
+def test_an_own_engine_of_asynchronous_training_has_progress(material, tmp_path, monkeypatch):
+    (tmp_path / "my_engines.py").write_text(
+        "class Old:\n    def step(self): ...\n"
+        "class New:\n    def progress(self): ...\n"
+        "class Heir(Old): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = ["trainer.mode=async", "async_training.max_age=0", "trainer.device=cpu"]
+    for name in ("New", "Heir"):
+        material.load(*run, f"{ROLLOUT}name=my_engines:{name}")
+    material.load(f"{ROLLOUT}name=my_engines:Old")
+    with pytest.raises(ConfigError, match="my_engines:Old: .*Old has no method progress"):
+        material.load(*run, f"{ROLLOUT}name=my_engines:Old")
+
+
 def test_own_engines_and_trackers_are_legal_names(material, tmp_path, monkeypatch):
     (tmp_path / "my_classes.py").write_text("class Core: ...\nclass Tracker: ...\n")
     monkeypatch.chdir(tmp_path)
