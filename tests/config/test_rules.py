@@ -335,7 +335,11 @@ WRONG = [
     ("trainer.nnodes=0", "trainer.nnodes", "must be >= 1"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "must be >= 1"),
     ("trainer.test_freq=-2", "trainer.test_freq", "must be >= 1 or -1; -1 for never"),
-    ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1; -1 for never"),
+    (
+        "trainer.save_freq=-2",
+        "trainer.save_freq",
+        "must be >= 1 or -1; -1 to save only if the run is stopped",
+    ),
     ("trainer.total_training_steps=0", "trainer.total_training_steps", "must be >= 1"),
     ("reward.max_error_rate=2", "reward.max_error_rate", "must be >= 0 and <= 1"),
     # batch arithmetic
@@ -560,7 +564,7 @@ WRONG = [
     ),
     ("data.val_files={folder}/model/config.json", "data.val_files", "cannot be read as json"),
     ("data.val_files={folder}/model", "data.val_files", "is a folder, not a file"),
-    ("data.train_files={folder}", "data.train_files", "is a folder; Name its files: empty.parquet"),
+    ("data.train_files={folder}/odd", "data.train_files", "is a folder; Name its files: un"),
     (
         "data.train_files={folder}/t*.parquet",
         "data.train_files",
@@ -1036,7 +1040,7 @@ def test_every_number_has_a_bound():
     thresholds = {
         f"{CORRECTION}rollout_is_threshold",
         f"{CORRECTION}rollout_rs_threshold",
-    }  # rules/correction.py checks these
+    }  # rules/algorithm.py checks these
     assert {name for name in numeric if not keys.keys()[name].facts.bound} == thresholds
 
 

@@ -34,7 +34,7 @@ LIMIT = "verlite.trainer.time_limit:"
 TIME = ("tests/trainer/test_time_limit.py",)
 ENDING = "tests/trainer/test_ending.py"
 SEGMENTS = "verlite.trainer.run_record:"
-STARTS = "tests/trainer/test_segments.py"
+STARTS = "tests/trainer/test_run_record.py"
 TRACKERS = "tests/trainer/test_trackers.py"
 LS = "tests/report/test_ls.py"
 FILES = "tests/test_files.py"
@@ -269,7 +269,7 @@ MUTANTS = [
         "failed samples count as 0 in validation",
         EVALUATION + "validation_metrics",
         calls(_failed_count_as_zero),
-        ("tests/trainer/test_evaluation.py",),
+        ("tests/trainer/test_validate.py",),
     ),
     Mutant(
         "the group statistics are by position",

@@ -27,6 +27,7 @@ from verlite.config.sources import (
     PYTHON,
     TYPED,
     Assignment,
+    conf_dir,
     from_command_line,
     from_our_yaml,
     from_yaml,
@@ -129,7 +130,7 @@ def compose(
                 Assignment(key, _plain(value), PYTHON, True) for key, value in mapping.items()
             ]
     name = (config_name or command.config_name).removesuffix(".yaml")
-    if name in command.verl_files and not _is_file(name, config_dir, command):
+    if name in command.verl_files and not _is_file(name, config_dir):
         _require_verls_folder(name, config_dir)
         builder.note_verls_own(config_name, config_dir)
         name, config_dir = command.config_name, None
@@ -231,11 +232,10 @@ def dump(loaded: LoadedConfig[C]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_file(name: str, config_dir: str | Path | None, command: Command) -> bool:
+def _is_file(name: str, config_dir: str | Path | None) -> bool:
     """Return whether the user's folder, or verlite's, has this YAML file."""
-    if config_dir is None:
-        return name in our_names(command)
-    return (Path(config_dir).expanduser() / f"{name}.yaml").is_file()
+    folder = conf_dir() if config_dir is None else Path(config_dir).expanduser()
+    return (folder / f"{name}.yaml").is_file()
 
 
 def _require_verls_folder(name: str, config_dir: str | Path | None) -> None:

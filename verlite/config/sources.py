@@ -221,7 +221,6 @@ def from_our_yaml(name: str, command: Command = PPO) -> list[Assignment]:
     return from_yaml(name, None, (), command)
 
 
-@functools.cache
 def our_names(command: Command = PPO) -> tuple[str, ...]:
     """Return the names of verlite's own YAML files that fit a command's schema."""
     names = []

@@ -75,7 +75,7 @@ def read_on_rank_zero(
     tensors: dict[str, Tensor] = {}
 
     def read() -> Any:
-        family.check(model, kind)
+        family.check(model, kind)  # common_checks.py and scoring.py report what is unproven
         loaded = load_model(model, kind, checkpoint_dtype(model.path) or dtype)
         tensors.update(loaded.named_parameters(remove_duplicate=False))
         tensors.update(persistent_buffers(loaded))

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -70,7 +70,8 @@ class VLLMCore:
         args = engine_args(options)
         self._shards = options.rollout.tensor_model_parallel_size
         # A worker of one shard is this process, and others may be forks of it.
-        with dividing(self._shards), _hidden(_UNREADABLE):
+        hidden = _hidden(_UNREADABLE) if options.device.type == "cpu" else nullcontext()
+        with dividing(self._shards), hidden:
             self.engine = LLMEngine.from_engine_args(args)
         self.tokenizer = self.engine.get_tokenizer()
         self.max_model_len = options.max_model_len
