@@ -13,6 +13,7 @@ from tests.convert.conftest import SAMPLES, Files
 from tests.data_preprocess.conftest import run  # noqa: F401  (a fixture)
 from verlite.cli import app
 from verlite.cli.before_run import check
+from verlite.config import plan
 
 PAGES = sorted(pages.PAGES.glob("*.md"))
 OPTIONS = ("--config-path", "--config-name")
@@ -43,6 +44,8 @@ def test_pages_have_the_same_parts(page):
 def place(tmp_path, monkeypatch, files: Files) -> Path:
     """A folder with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
+    known = plan.installed  # the tracker of rlinf.yaml need not be installed
+    monkeypatch.setattr(plan, "installed", lambda name: name == "swanlab" or known(name))
     chat = (SAMPLES / "chat/chatml.json").read_text()
     (tmp_path / "data.json").write_text(chat)
     (tmp_path / "boba.jsonl").write_text('{"prompt": "1+1", "solutions": ["\\\\boxed{2}"]}\n')
