@@ -58,6 +58,16 @@ def test_what_a_run_writes_is_accepted():
     check(trained, is_async=False)
 
 
+def test_groups_that_were_left_out_were_drawn():
+    state = saved()
+    flow = state["groups"]["flow"]
+    flow["gone"] |= {"filtered": 2, "failed": 1}
+    with pytest.raises(ValueError, match="groups.flow.next is 6, and must be 9"):
+        check(state)
+    flow["next"] += 3
+    check(state)
+
+
 DAMAGES: dict[str, tuple[list[Any], Any, str]] = {
     "no object": (["groups"], [], "groups is [], and must be an object"),
     "empty": (["groups"], {}, "groups.flow is None, and must be an object"),

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verlite.config.schema import Config
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto, object_array
-from verlite.trainer.errors import StepAborted
+from verlite.rollout.types import Sampling
+from verlite.trainer.errors import StepAborted, TooFewGroups
 from verlite.trainer.groups import Groups, uid_of
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.stages import groups as stage
@@ -18,8 +20,8 @@ SAMPLES = 2
 
 def requests(number: int) -> DataProto:
     uids = [uid_of(number, prompts=2)] * SAMPLES
-    ids = object_array([[number]] * SAMPLES)
-    return DataProto.from_dict({}, {"uid": object_array(uids), "prompt_ids": ids})
+    columns = {"uid": uids, "prompt_ids": [[number]] * SAMPLES, "sampling": [Sampling()] * SAMPLES}
+    return DataProto.from_dict({}, {key: object_array(one) for key, one in columns.items()})
 
 
 def answers(*numbers: int, oldest: int = 1, order=(1, 0)) -> DataProto:
@@ -50,7 +52,7 @@ def test_a_batch_has_the_groups_and_their_samples_in_order(groups):
     groups.finish(answers(3, 1))
     groups.finish(answers(0))
     groups.in_step = groups.flow.choose()
-    batch = groups.batch()
+    batch = groups.samples(groups.in_step)
     assert batch.batch["raw_scores"].tolist() == [0, 1, 10, 11]
     assert list(batch.non_tensor_batch["uid"]) == ["1-0", "1-0", "1-1", "1-1"]
     assert "sample_index" not in batch.tensors()
@@ -96,6 +98,58 @@ def test_samples_that_a_service_failed_are_forgotten(groups):
     groups.again()
     assert not groups.answers and not groups.in_step
     assert groups.flow.counts()[State.QUEUED] == 2
+
+
+# Dynamic sampling
+
+
+def judging(groups: Groups, limit: int = 0) -> SimpleNamespace:
+    """Return a run with filter_groups."""
+    config = Config()
+    config.algorithm.filter_groups.max_num_gen_batches = limit
+    plan = SimpleNamespace(prompts=2, gen_prompts=2)
+    return SimpleNamespace(groups=groups, config=config, plan=plan, train_data=range(64))
+
+
+def judge(run: SimpleNamespace, number: int, scores, valid=(True, True)) -> None:
+    """Finish a group with these scores, and decide about it."""
+    answer = answers(number, order=(0, 1)).with_batch(
+        raw_scores=torch.tensor(scores),
+        valid=torch.tensor(valid),
+        response_length=torch.tensor([1, 1]),
+        sampled_tokens=torch.tensor([1, 1]),
+    )
+    parts = object_array([{}, {}])
+    assert run.groups.finish(answer.with_non_tensor(reward_parts=parts)) == [number]
+    stage.filter_group(run, number)
+
+
+def test_groups_whose_samples_do_not_differ_are_left_out(groups):
+    run = judging(groups)
+    judge(run, 0, [1.0, 1.0])
+    judge(run, 1, [0.0, 1.0])
+    assert sorted(groups.rows) == [1, 2, 3] and groups.judged == [(1.0, False), (0.5, True)]
+    assert groups.flow.gone[State.FILTERED] == 1 and groups.flow.wanted() == 1
+    assert groups.flow.reasons == {"samples do not differ": 1}
+    judge(run, 2, [0.0, 2.0])
+    groups.in_step = groups.flow.choose()
+    assert groups.in_step == [1, 2]
+    groups.trained()
+    assert groups.judged == []
+
+
+def test_failed_samples_are_left_to_the_step_that_counts_them(groups):
+    judge(judging(groups), 0, [1.0, 1.0], valid=[True, False])
+    assert sorted(groups.answers) == [0]
+
+
+def test_a_step_that_cannot_be_filled_ends_the_run(groups):
+    """Two generations of two prompts: two prompts may be left out."""
+    run = judging(groups, limit=2)
+    judge(run, 0, [1.0, 1.0])
+    judge(run, 1, [0.0, 0.0])
+    with pytest.raises(TooFewGroups, match="after 2 generations of 2 prompts, only 0 of .*0.667"):
+        judge(run, 2, [1.0, 1.0])
 
 
 # Publishing the weights of a step

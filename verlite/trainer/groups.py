@@ -4,7 +4,7 @@ A group is a prompt with its samples. Its number is its place in the order in wh
 drawn, from 0. `control.flow` decides what becomes of each; this keeps what it decides about.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ class Groups:
         answers: what the rollout worker returned, of each finished group.
         in_step: the groups of the current step, until its updates are done.
         numbers: number of each group by its uid.
+        judged: with filter_groups, the mean score of each group that has finished since the last
+            step, and whether it was kept.
     """
 
     flow: Flow
@@ -33,6 +35,7 @@ class Groups:
     answers: dict[int, DataProto] = field(default_factory=dict)
     in_step: list[int] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
+    judged: list[tuple[float, bool]] = field(default_factory=list)
 
     def add(self, number: int, row: int, requests: DataProto) -> None:
         """Add a group that was drawn."""
@@ -44,8 +47,10 @@ class Groups:
         """Whether the engines still have the weights from before the last finished update."""
         return self.flow.version <= self.flow.step
 
-    def finish(self, answer: DataProto) -> None:
-        """Keep the samples of finished groups, in the order of their requests."""
+    def finish(self, answer: DataProto) -> list[int]:
+        """Keep the samples of finished groups, in the order of their requests. Return the groups'
+        numbers."""
+        found = []
         uids = answer.non_tensor_batch["uid"]
         for uid in dict.fromkeys(uids):
             number = self.numbers.get(uid)
@@ -58,20 +63,31 @@ class Groups:
             oldest = int(versions.min()) if len(versions) else None
             if self.flow.finished(number, oldest):
                 self.answers[number] = rows.pop(["sample_index"], ["uid"])[1]
+                found.append(number)
+        return found
 
-    def batch(self) -> DataProto:
-        """Return the samples of the current step."""
-        requests = DataProto.concat([self.requests[number] for number in self.in_step])
-        answers = DataProto.concat([self.answers[number] for number in self.in_step])
+    def samples(self, numbers: Sequence[int]) -> DataProto:
+        """Return the samples of finished groups."""
+        requests = DataProto.concat([self.requests[number] for number in numbers])
+        answers = DataProto.concat([self.answers[number] for number in numbers])
         return requests.pop(non_tensor_batch_keys=["prompt_ids"])[1].union(answers)
 
     def trained(self) -> None:
         """Forget the groups of the current step: its updates are done."""
         self.flow.trained(self.in_step)
         for number in self.in_step:
-            del self.rows[number], self.answers[number]
-            del self.numbers[self.requests.pop(number).non_tensor_batch["uid"][0]]
+            self._forget(number)
         self.in_step = []
+        self.judged = []
+
+    def leave_out(self, number: int, reason: str) -> None:
+        """Leave a finished group out of training. Another prompt is drawn in its place."""
+        self.flow.filtered(number, reason)
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        del self.rows[number], self.answers[number]
+        del self.numbers[self.requests.pop(number).non_tensor_batch["uid"][0]]
 
     def again(self) -> None:
         """Let the groups of the current step be sampled again, in their places."""
@@ -152,14 +168,15 @@ def check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) 
     numbers = [group[0] for group in flow["groups"]]
     if len(set(numbers)) != len(numbers):
         raise _wrong("groups.flow.groups", numbers, "each number once")
-    drawn = step * prompts + len(numbers)
-    if flow["next"] != drawn:
-        rule = f"{drawn}: {prompts} for each step, and those of groups.flow.groups"
-        raise _wrong("groups.flow.next", flow["next"], rule)
     for entry in ("gone", "reasons"):
         names = set(State) if entry == "gone" else set(flow[entry])
         if not set(flow[entry]) <= names or not all(map(_is_count, flow[entry].values())):
             raise _wrong(f"groups.flow.{entry}", flow[entry], "counts by name")
+    left_out = flow["gone"].get(State.FILTERED, 0) + flow["gone"].get(State.FAILED, 0)
+    drawn = step * prompts + left_out + len(numbers)
+    if flow["next"] != drawn:
+        rule = f"{drawn}: {prompts} for each step, those left out, and those of groups.flow.groups"
+        raise _wrong("groups.flow.next", flow["next"], rule)
     if set(rows) != {str(number) for number in numbers}:
         raise _wrong("groups.rows", sorted(rows), f"of the groups {sorted(numbers)}")
     for entry, found in (("rows", list(rows.values())), ("undrawn", undrawn)):

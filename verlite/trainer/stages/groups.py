@@ -4,8 +4,11 @@
 """
 
 import functools
+import statistics
 from contextlib import suppress
 from typing import Any
+
+import torch
 
 from verlite.config.plan import steps_ahead
 from verlite.control.flow import Flow, State
@@ -19,8 +22,12 @@ from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.rollout import (
     REQUEST_FIELDS,
     check_failed_samples,
+    most_generations,
     requests_of,
     score,
+    shape_rewards,
+    too_few_groups,
+    with_signal,
 )
 from verlite.trainer.stages.weights import call_engines, replace_engines, sync_weights
 
@@ -69,10 +76,10 @@ def finished_groups(run: Run) -> DataProto:
     """
     groups = _groups(run)
     wait_for_groups(run)
-    while waits_for_services(run) and wait_for_services(run, groups.batch()):
+    while waits_for_services(run) and wait_for_services(run, groups.samples(groups.in_step)):
         groups.again()
         wait_for_groups(run)
-    return score(run, check_failed_samples(run, groups.batch()))
+    return score(run, check_failed_samples(run, groups.samples(groups.in_step)))
 
 
 @stage("gen")
@@ -88,6 +95,11 @@ def wait_for_groups(run: Run) -> None:
         collect(run)
         start_groups(run)
     groups.in_step = numbers
+    if groups.judged:
+        scores, kept = zip(*groups.judged, strict=True)
+        run.metrics["filter_groups/score/mean"] = statistics.fmean(scores)
+        run.metrics["filter_groups/kept_ratio"] = statistics.fmean(kept)
+        run.metrics["train/num_gen_batches"] = float(_generations(run))
 
 
 def start_groups(run: Run) -> None:
@@ -134,7 +146,38 @@ def _seeds(seed: int, step: int, count: int) -> list[int]:
 def collect(run: Run, wait_s: float = WAIT_S) -> None:
     """Get the samples of finished groups. If an engine has none, it waits so long for one."""
     for answer in call_engines(run, run.rollout.finished, False, wait_s):
-        _groups(run).finish(answer)
+        for number in _groups(run).finish(answer):
+            if run.plan.filters_groups:
+                filter_group(run, number)
+
+
+def filter_group(run: Run, number: int) -> None:
+    """Leave out a finished group whose samples do not differ (DAPO, arXiv:2503.14476, section 3.2);
+    another prompt is drawn in its place.
+
+    A group with a failed sample stays: the step counts its failures.
+
+    Raises:
+        TooFewGroups: see `stages.rollout.filter_groups`.
+    """
+    groups = _groups(run)
+    samples = groups.samples([number])
+    greedy = torch.tensor([one.temperature == 0 for one in samples.non_tensor_batch["sampling"]])
+    samples = shape_rewards(run, samples.select_idxs(~greedy))
+    is_kept = not samples.batch["valid"].all() or bool(with_signal(run, samples).all())
+    groups.judged.append((samples.batch["raw_scores"].mean().item(), is_kept))
+    if is_kept:
+        return
+    groups.leave_out(number, "samples do not differ")
+    if (generations := _generations(run)) > most_generations(run):
+        scores, kept = zip(*groups.judged, strict=True)
+        raise too_few_groups(run, generations - 1, sum(kept), statistics.fmean(scores))
+
+
+def _generations(run: Run) -> int:
+    """Return how many generations of `data.gen_batch_size` prompts the step has needed."""
+    left_out = sum(not is_kept for _, is_kept in _groups(run).judged)
+    return -(-(run.plan.prompts + left_out) // run.plan.gen_prompts)
 
 
 def publish_weights(run: Run) -> None:

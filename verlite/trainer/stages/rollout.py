@@ -282,12 +282,8 @@ def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
     """
     if not run.plan.filters_groups:
         return samples
-    settings = run.config.algorithm.filter_groups
     plan = run.plan
-    name = settings.metric or "score"
-    metric = _filter_metric(samples, name)
-    uids = samples.non_tensor_batch["uid"]
-    informative = samples.select_idxs(rows_with_signal(metric, uids, samples.batch["valid"]))
+    informative = samples.select_idxs(with_signal(run, samples))
     generations = run.current.prompts_drawn // plan.gen_prompts
     _average_over_generations(run, samples, len(informative), generations)
     parts = [part for part in (batch, informative) if len(part)]
@@ -300,18 +296,37 @@ def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
     if len(batch) == plan.batch_size:
         sleep(run)
         return batch
-    limit = settings.max_num_gen_batches or -(-len(run.train_data) // plan.gen_prompts)
-    if generations >= limit:
-        raise TooFewGroups(
-            f"after {generations} generations of {plan.gen_prompts} prompts, only "
-            f"{len(batch) // plan.samples_per_prompt} of data.train_batch_size={plan.prompts} "
-            f"have samples whose {name} differs (mean score "
-            f"{run.metrics['filter_groups/score/mean']:.3g}): the other prompts are too easy or "
-            "too hard for this policy. Use other prompts, raise actor_rollout_ref.rollout.n or "
-            "temperature, allow more with algorithm.filter_groups.max_num_gen_batches, or train "
-            "on all with algorithm.filter_groups.enable=false."
-        )
+    if generations >= most_generations(run):
+        kept = len(batch) // plan.samples_per_prompt
+        raise too_few_groups(run, generations, kept, run.metrics["filter_groups/score/mean"])
     return batch
+
+
+def with_signal(run: Run, samples: DataProto) -> torch.Tensor:
+    """Return the rows [B] whose group has different values of `filter_groups.metric`."""
+    metric = _filter_metric(samples, run.config.algorithm.filter_groups.metric or "score")
+    uids = samples.non_tensor_batch["uid"]
+    return rows_with_signal(metric, uids, samples.batch["valid"])
+
+
+def most_generations(run: Run) -> int:
+    """Return how many generations a step may take: one pass over the data, unless
+    `filter_groups.max_num_gen_batches` says it."""
+    limit = run.config.algorithm.filter_groups.max_num_gen_batches
+    return limit or -(-len(run.train_data) // run.plan.gen_prompts)
+
+
+def too_few_groups(run: Run, generations: int, kept: int, mean_score: float) -> TooFewGroups:
+    """Return the error of a step that could not be filled."""
+    plan, name = run.plan, run.config.algorithm.filter_groups.metric or "score"
+    return TooFewGroups(
+        f"after {generations} generations of {plan.gen_prompts} prompts, only {kept} of "
+        f"data.train_batch_size={plan.prompts} have samples whose {name} differs (mean score "
+        f"{mean_score:.3g}): the other prompts are too easy or too hard for this policy. Use other "
+        "prompts, raise actor_rollout_ref.rollout.n or temperature, allow more with "
+        "algorithm.filter_groups.max_num_gen_batches, or train on all with "
+        "algorithm.filter_groups.enable=false."
+    )
 
 
 def _average_over_generations(
