@@ -327,18 +327,21 @@ def test_age_goes_on_after_a_resume():
     assert again.version == 2 and again.choose() == [1]
 
 
-def test_finished_groups_of_a_checkpoint_that_are_too_old_for_a_lower_bound_are_refused():
+def test_finished_groups_of_a_checkpoint_that_are_too_old_for_a_lower_bound_are_sampled_again():
+    """Three of version 1, and after step 1 a bound of 2 leaves them steps 2 and 3."""
     one = flow(size=1, bound=3)
     start(one)
     finish(one, 0, 1, 2, 3)
     step(one)
-    again = Flow(1, 2, 2, 2, True)
-    with pytest.raises(ValueError, match="3 finished groups .* by step 3, .*bound=2"):
-        again.load_state_dict(one.state_dict(), ready=[1, 2, 3])
-    again = Flow(1, 2, 2, 2, True)
-    again.load_state_dict(one.state_dict())
-    again.published()
-    assert again.assign() == {0: [1, 2], 1: [3]}
+    for bound, ready, queued in ((3, [1, 2, 3], []), (2, [1, 2], [3]), (0, [], [1, 2, 3])):
+        again = Flow(1, bound, 2, 2, True)
+        again.load_state_dict(one.state_dict(), ready=[3, 1, 2])
+        states = {number: group.state for number, group in again.groups.items()}
+        assert [n for n in states if states[n] is State.READY] == ready
+        assert [n for n in states if states[n] is State.QUEUED] == queued
+        assert all(again.groups[number].oldest == 1 for number in ready)
+        again.published()
+        assert (again.choose() or []) == ready[:1]
 
 
 def test_a_lower_bound_starts_only_what_can_be_trained_in_time():

@@ -384,6 +384,31 @@ def test_disk_round_trip_without_pickle(tmp_path):
     ]
 
 
+def test_ragged_columns_keep_their_dtype_and_their_rows_on_disk(tmp_path):
+    rows = {
+        "ids": [np.array([5, 7], np.int32), np.zeros(0, np.int32), np.array([-1], np.int32)],
+        "mask": [np.array([1, 0], np.int8), np.zeros(0, np.int8), np.array([1], np.int8)],
+        "log_probs": [
+            np.array([0.1, np.nan], np.float32),
+            np.zeros(0, np.float32),
+            np.array([-np.inf], np.float32),
+        ],
+        "mixed": [np.array([1], np.int32), np.array([2], np.int64), None],
+    }
+    DataProto.from_dict({"x": torch.ones(3)}, rows).save_to_disk(tmp_path)
+    again = DataProto.load_from_disk(tmp_path)
+    assert list(again.tensors()) == ["x"]
+    assert sorted(again.non_tensor_batch) == sorted(rows)
+    for name in ("ids", "mask", "log_probs"):
+        for row, expected in zip(again.non_tensor_batch[name], rows[name], strict=True):
+            assert row.dtype == expected.dtype
+            np.testing.assert_array_equal(row, expected)
+    assert again.non_tensor_batch["mixed"].tolist() == [[1], [2], None]
+    empty = DataProto.from_dict({}, {"ids": rows["ids"]})[:0]
+    empty.save_to_disk(tmp_path)
+    assert len(DataProto.load_from_disk(tmp_path)) == 0
+
+
 def test_values_that_are_not_json_are_named(tmp_path):
     with pytest.raises(TypeError, match="set.*cannot be saved"):
         DataProto.from_dict(None, {"x": [{1, 2}]}).save_to_disk(tmp_path)

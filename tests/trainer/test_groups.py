@@ -192,7 +192,7 @@ def give_up(run):
 def test_weights_go_to_engines_that_run(groups, monkeypatch):
     run, called = publishing(groups, monkeypatch)
     stage.publish_weights(run)
-    assert called == ["sync_weights", "start_groups"]
+    assert called == ["collect", "sync_weights", "start_groups"]
     assert run.version == groups.flow.version == 2 and groups.flow.step == 1
 
 
@@ -216,4 +216,11 @@ def test_a_stop_waits_for_no_sample_and_keeps_the_step(groups, monkeypatch, requ
 def test_a_stop_while_groups_are_started_keeps_the_step(groups, monkeypatch):
     run, called = publishing(groups, monkeypatch, start_groups=give_up)
     stage.publish_weights(run)
-    assert called == ["sync_weights", "start_groups"] and run.version == 2
+    assert called == ["collect", "sync_weights", "start_groups"] and run.version == 2
+
+
+def test_nothing_is_asked_for_if_nothing_runs(groups, monkeypatch):
+    groups.finish(answers(2, 3))
+    run, called = publishing(groups, monkeypatch)
+    stage.publish_weights(run)
+    assert called == ["sync_weights", "start_groups"]

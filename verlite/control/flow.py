@@ -397,10 +397,9 @@ class Flow:
         """Go on from a checkpoint, in a new Flow. The engines have no weights until `published`.
 
         Groups that ran are sampled again, as are those that were ready, unless `ready` has them:
-        groups whose samples were saved with the checkpoint. They keep their age.
-
-        Raises ValueError if groups of `ready` cannot all be trained within the bound, which only a
-        lower bound or a smaller batch than the checkpoint's leads to.
+        groups whose samples were saved with the checkpoint. They keep their age. Those of them that
+        the steps could not train within the bound are sampled again too, the last drawn first: it
+        is lower than the checkpoint's.
         """
         self.step, self._next = state["step"], state["next"]
         self.gone = Counter({State(name): count for name, count in state["gone"].items()})
@@ -415,13 +414,7 @@ class Flow:
                 self._queued.add(number)
             else:
                 self._put_back(group)
-        count = 0
         for version in sorted(self._ready_with):
-            count += self._ready_with[version]
-            if count > (version + self.bound - self.step) * self.groups_per_step:
-                raise ValueError(
-                    f"{count} finished groups of the checkpoint must be trained by step "
-                    f"{version + self.bound}, which bound={self.bound} and "
-                    f"groups_per_step={self.groups_per_step} leave no steps for: use the "
-                    "checkpoint's settings, or do not keep its finished groups"
-                )
+            old = sorted(number for number in self._ready if self._oldest(number) <= version)
+            places = (version + self.bound - self.step) * self.groups_per_step
+            self.again(old[max(0, places) :])

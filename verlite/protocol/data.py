@@ -276,17 +276,23 @@ class DataProto(VerlVerbs):
     def save_to_disk(self, folder: str | Path) -> None:
         """Write tensors.safetensors and rest.json into `folder`.
 
-        Objects and meta_info must be JSON values; numpy values are converted.
+        Objects and meta_info must be JSON values; numpy values are converted. A column of
+        one-dimensional arrays of one dtype (a ragged column) is read as it was.
         """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         tensors = {
             name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()
         }
+        ragged = {n: c for n, c in self.non_tensor_batch.items() if _is_ragged(c)}
+        tensors |= {name: torch.from_numpy(np.concatenate(c)) for name, c in ragged.items()}
         rest = {
             "rows": len(self),
+            "lengths": {name: [len(row) for row in c] for name, c in ragged.items()},
             "non_tensor_batch": {
-                name: column.tolist() for name, column in self.non_tensor_batch.items()
+                name: column.tolist()
+                for name, column in self.non_tensor_batch.items()
+                if name not in ragged
             },
             "meta_info": self.meta_info,
         }
@@ -304,6 +310,9 @@ class DataProto(VerlVerbs):
         rest = json.loads((path / "rest.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "tensors.safetensors")
         objects = {name: object_array(values) for name, values in rest["non_tensor_batch"].items()}
+        for name, lengths in rest.get("lengths", {}).items():
+            rows = np.split(tensors.pop(name).numpy(), np.cumsum(lengths[:-1], dtype=np.int64))
+            objects[name] = object_array(rows)
         return _build(tensors, objects, rest["meta_info"], rest["rows"])
 
 
@@ -406,6 +415,16 @@ def _from_numpy(array: np.ndarray, dtype: torch.dtype | None) -> torch.Tensor:
     # does not. The rule against in-place edits protects them.
     tensor = torch.from_dlpack(array)
     return tensor if dtype is None else tensor.view(dtype)
+
+
+def _is_ragged(column: np.ndarray) -> bool:
+    """Whether all entries are one-dimensional arrays of one dtype that torch has."""
+    kinds = {(v.dtype.str, v.ndim) if isinstance(v, np.ndarray) else None for v in column}
+    return kinds in [{(dtype, 1)} for dtype in _RAGGED]
+
+
+_RAGGED = ("|b1", "|i1", "<i4", "<i8", "<f4", "<f8")
+"""Dtypes of columns that are saved as one array."""
 
 
 def _jsonable(value: Any) -> Any:

@@ -12,7 +12,7 @@ from verlite.controller.worker_group import group
 from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
-from verlite.trainer import checkpoints, saving
+from verlite.trainer import checkpoints, saved_groups, saving
 from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import agent_metrics, batch_metrics, speed_metrics
@@ -145,10 +145,19 @@ def save(run: Run) -> events.Command | None:
 
     def write() -> None:
         checkpoints.write(
-            run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
+            run.run_dir, run.step, run.state(), lambda folder: save_parts(run, folder)
         )
 
     return saving.save(run, write, run.config.trainer.max_actor_ckpt_to_keep)
+
+
+def save_parts(run: Run, folder: Path) -> None:
+    """Write what a checkpoint has beside the driver's state. Raises OSError: it is not written."""
+    save_workers(run, folder)
+    if run.groups is not None:
+        saved_groups.write(
+            folder / saved_groups.FOLDER, run.groups.answers, run.groups.requests, run.display.warn
+        )
 
 
 def save_workers(run: Run, folder: Path) -> None:

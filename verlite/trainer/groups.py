@@ -10,6 +10,7 @@ from typing import Any
 
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto
+from verlite.trainer.saved_groups import fetched
 
 
 @dataclass
@@ -96,6 +97,10 @@ class Groups:
             del self.answers[number]
         self.in_step = []
 
+    def fetch(self) -> None:
+        """Fetch the samples of finished groups to the driver, because the engines are ended."""
+        self.answers |= fetched(self.answers)
+
     def engines_replaced(self, engines: Iterable[int]) -> None:
         """Let the groups of engines that died be sampled again, also the finished ones: their
         samples are lost with the process."""
@@ -111,7 +116,8 @@ class Groups:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as JSON values. Groups that are not trained are sampled
-        again then, from the same prompts."""
+        again then, from the same prompts, unless the checkpoint has their samples
+        (`saved_groups`)."""
         rows = {str(number): row for number, row in self.rows.items()}
         return {"flow": self.flow.state_dict(), "rows": rows, "undrawn": self.undrawn}
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from verlite.config.critical import code_contents
 from verlite.config.plan import steps_ahead
 from verlite.control.flow import Flow, State
 from verlite.controller.failures import RankDied
 from verlite.protocol.data import DataProto
 from verlite.trainer import batch as batches
+from verlite.trainer import saved_groups
+from verlite.trainer.checkpoints import Checkpoint
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups, state_at, uid_of
 from verlite.trainer.outage import wait_for_services, waits_for_services
@@ -36,11 +39,13 @@ WAIT_S = 0.25
 request to stop is noticed between two answers."""
 
 
-def open_groups(run: Run, state: dict[str, Any]) -> Groups:
-    """Return the groups of a run.
+def open_groups(run: Run, state: dict[str, Any], checkpoint: Checkpoint | None = None) -> Groups:
+    """Return the groups of a run. Finished ones whose samples a checkpoint has are trained as they
+    are, unless they do not fit the settings any more.
 
     state: the driver's, with those of a checkpoint if it resumes from one. A checkpoint of
         trainer.mode=sync has none: every prompt that was drawn before it is trained.
+    checkpoint: the one that the state is of.
     """
     settings, plan = run.config.async_training, run.plan
     flow = Flow(
@@ -53,10 +58,18 @@ def open_groups(run: Run, state: dict[str, Any]) -> Groups:
     )
     groups = Groups(flow)
     saved = state.get("groups") or state_at(state["step"], plan.prompts)
-    flow.load_state_dict(saved["flow"])
     groups.undrawn = saved["undrawn"]
     for number, row in saved["rows"].items():
         groups.add(int(number), row, requests_of_group(run, int(number), row))
+    found: dict[int, DataProto] = {}
+    if checkpoint is not None and state.get("code") == code_contents(run.config):
+        ready = {group[0]: group[2] for group in saved["flow"]["groups"] if group[1] == State.READY}
+        found = saved_groups.read(checkpoint, groups.requests, ready, run.display.warn)
+    flow.load_state_dict(saved["flow"], found)
+    kept = [number for number in found if flow.groups[number].state is State.READY]
+    groups.answers = {number: found[number] for number in kept}
+    if kept:
+        run.display.info(f"{len(kept)} finished prompts of the checkpoint are not sampled again")
     return groups
 
 
@@ -205,7 +218,10 @@ def publish_weights(run: Run) -> None:
 
 @stage("gen")
 def wait_for_running(run: Run) -> None:
-    """Without partial_rollout: wait until the running samples are finished."""
+    """Get the finished samples, which a checkpoint of this step then has. Without
+    partial_rollout: wait until the running ones are finished."""
+    if _groups(run).flow.counts()[State.RUNNING]:
+        collect(run, 0.0)
     while not (_groups(run).flow.may_publish() or _is_stopping(run)):
         collect(run)
 

@@ -1,0 +1,272 @@
+"""Finished groups in a checkpoint: which a run that resumes trains as they are."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.runs import driver_state
+from verlite.control import events
+from verlite.control.flow import Flow, State
+from verlite.controller import columns
+from verlite.protocol.data import DataProto, equal, object_array
+from verlite.rewards.result import RewardResult
+from verlite.rollout.types import Sampling, Trajectory
+from verlite.trainer import checkpoints, saved_groups
+from verlite.trainer.checkpoints import Checkpoint
+from verlite.trainer.errors import StepAborted
+from verlite.trainer.groups import Groups, uid_of
+from verlite.trainer.run import Run
+from verlite.trainer.stages import groups as stage
+from verlite.workers.rollout import DecodedResponse, as_columns
+
+PROMPTS, SAMPLES = 2, 2
+
+
+def requests(number: int, temperature: float = 1.0) -> DataProto:
+    own = {
+        "uid": [uid_of(number, PROMPTS)] * SAMPLES,
+        "prompt_ids": [[number, 7]] * SAMPLES,
+        "sampling": [Sampling(temperature, seed=10 * number + place) for place in range(SAMPLES)],
+    }
+    return DataProto.from_dict({}, {name: object_array(column) for name, column in own.items()})
+
+
+def answer(number: int, version: int, infos: Any = None) -> DataProto:
+    """Return what the rollout worker says of a group: columns of `as_columns`."""
+    trajectories = []
+    for place in range(SAMPLES):
+        one = Trajectory([number, 7])
+        ids = [number] * (place + 1)
+        one.response_ids, one.response_mask = ids, [1] * len(ids)
+        one.log_probs = [-0.1 * number - 1 / 3] * len(ids)
+        one.weight_versions = [(version, len(ids))]
+        one.infos = [infos or {"called": True}]
+        trajectories.append(one)
+    results = {place: RewardResult(number + place / 4) for place in range(SAMPLES)}
+    decoded = [DecodedResponse(f"text {number}", [("model", "a")])] * SAMPLES
+    batch = as_columns(trajectories, decoded, results, 0.0, multi_turn=True)
+    index, uids = torch.arange(SAMPLES), [uid_of(number, PROMPTS)] * SAMPLES
+    return batch.with_batch(sample_index=index).with_non_tensor(uid=object_array(uids))
+
+
+@pytest.fixture
+def groups() -> Groups:
+    """Step 1 is trained. 2 and 3 are finished, by version 1 and 2; 4 runs, 5 is queued."""
+    flow = Flow(groups_per_step=PROMPTS, bound=2, depth=2, engines=1, swaps=True)
+    flow.published()
+    found = Groups(flow)
+    for number in flow.draw(4):
+        found.add(number, number, requests(number))
+    flow.assign()
+    for number in (0, 1, 2):
+        found.finish(answer(number, 1))
+    found.in_step = [0, 1]
+    found.trained()
+    flow.published()
+    found.finish(answer(3, 2))
+    for number in flow.draw(2):
+        found.add(number, number, requests(number))
+    flow.assign()
+    return found
+
+
+def save(groups: Groups, run_dir: Path, warn=pytest.fail) -> tuple[Checkpoint, dict[str, Any]]:
+    state = driver_state(1, version=2, groups=groups.state_dict(), code={"reward": "1"})
+
+    def parts(folder: Path) -> None:
+        saved_groups.write(folder / saved_groups.FOLDER, groups.answers, groups.requests, warn)
+
+    checkpoint = checkpoints.write(run_dir, 1, json.loads(json.dumps(state)), parts)
+    assert checkpoints.defect(checkpoint.path) is None
+    return checkpoint, checkpoint.state()
+
+
+def open_again(
+    monkeypatch, checkpoint, state, max_age=2, temperature=1.0, code=None
+) -> tuple[Groups, list[str], list[str]]:
+    """Return the groups of a run that resumes, its warnings and what it says."""
+    warnings: list[str] = []
+    said: list[str] = []
+    settings = SimpleNamespace(max_age=max_age, depth=2, partial_rollout=True)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(async_training=settings, trainer=SimpleNamespace(mode="async")),
+        plan=SimpleNamespace(prompts=PROMPTS, engines=1),
+        total_steps=9,
+        display=SimpleNamespace(warn=warnings.append, info=said.append),
+    )
+    monkeypatch.setattr(stage, "code_contents", lambda config: code or {"reward": "1"})
+    monkeypatch.setattr(
+        stage, "requests_of_group", lambda run, number, row: requests(number, temperature)
+    )
+    return stage.open_groups(run, state, checkpoint), warnings, said
+
+
+def ready(groups: Groups) -> list[int]:
+    found = [n for n, group in groups.flow.groups.items() if group.state is State.READY]
+    assert found == sorted(groups.answers), "each finished group has its samples, and no other"
+    return found
+
+
+def test_finished_groups_are_trained_as_they_are(groups, tmp_path, monkeypatch):
+    again, warnings, said = open_again(monkeypatch, *save(groups, tmp_path))
+    assert ready(again) == [2, 3] and not warnings
+    assert said == ["2 finished prompts of the checkpoint are not sampled again"]
+    assert {number: again.flow.groups[number].oldest for number in (2, 3)} == {2: 1, 3: 2}
+    again.flow.published()
+    assert again.flow.assign() == {0: [4, 5]}
+    again.in_step = again.flow.choose()
+    groups.in_step = groups.flow.choose()
+    assert again.in_step == groups.in_step == [2, 3]
+    mine, kept = groups.batch(), again.batch()
+    assert equal(mine.tensors(), kept.tensors())
+    for name, column in mine.non_tensor_batch.items():
+        theirs = kept.non_tensor_batch[name]
+        if isinstance(column[0], np.ndarray):
+            assert [row.dtype for row in theirs] == [row.dtype for row in column]
+        # JSON has no tuples.
+        expected = json.loads(json.dumps([np.asarray(v).tolist() for v in column], default=str))
+        assert (
+            json.loads(json.dumps([np.asarray(v).tolist() for v in theirs], default=str))
+            == expected
+        ), name
+    again.trained()
+    assert again.flow.step == 2 and not again.answers
+
+
+def test_files_of_finished_groups_are_in_the_manifest(groups, tmp_path):
+    checkpoint, _ = save(groups, tmp_path)
+    names = ["rest.json", "tensors.safetensors"]
+    assert sorted(checkpoint.files(saved_groups.FOLDER)) == names
+    for name in names:
+        path = checkpoint.path / saved_groups.FOLDER / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + b"?")
+        assert f"groups/{name} does not have the hash" in checkpoints.defect(checkpoint.path)
+        path.write_bytes(content)
+
+
+def test_a_lower_max_age_samples_the_older_ones_again(groups, tmp_path, monkeypatch):
+    again, warnings, _ = open_again(monkeypatch, *save(groups, tmp_path), max_age=0)
+    assert ready(again) == [3] and not warnings, "2 has age 1 in step 2"
+    again.flow.published()
+    assert again.flow.assign() == {0: [2]}
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"code": {"reward": "2"}}])
+def test_other_settings_sample_them_again(groups, tmp_path, monkeypatch, changed):
+    again, warnings, said = open_again(monkeypatch, *save(groups, tmp_path), **changed)
+    assert ready(again) == [] and not said
+    assert again.flow.counts()[State.QUEUED] == 4
+    if "temperature" in changed:
+        assert len(warnings) == 1 and warnings[0].startswith("2 finished prompts")
+
+
+def test_a_checkpoint_without_them_samples_them_again(groups, tmp_path, monkeypatch):
+    groups_saved = Groups(groups.flow, groups.rows, requests=groups.requests)
+    checkpoint, state = save(groups_saved, tmp_path)
+    assert not (checkpoint.path / saved_groups.FOLDER).exists()
+    again, warnings, said = open_again(monkeypatch, checkpoint, state)
+    assert ready(again) == [] and not warnings and not said
+
+
+DAMAGES = {
+    "a column less": lambda batch: batch.pop(["raw_scores"])[1],
+    "another column": lambda batch: batch.with_batch(values=torch.ones(len(batch), 1)),
+    "another dtype": lambda batch: batch.with_batch(valid=torch.ones(len(batch))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_unknown_contents_are_a_warning(groups, tmp_path, monkeypatch, damage):
+    checkpoint, state = save(groups, tmp_path)
+    folder = checkpoint.path / saved_groups.FOLDER
+    damage(DataProto.load_from_disk(folder)).save_to_disk(folder)
+    again, warnings, _ = open_again(monkeypatch, checkpoint, state)
+    assert ready(again) == []
+    assert len(warnings) == 1 and warnings[0].startswith(f"{folder} cannot be used, so")
+
+
+FOREIGN = {
+    "fewer rows": lambda batch: batch[1:],
+    "an older token": lambda batch: batch.with_batch(
+        oldest_version=torch.zeros(len(batch), dtype=torch.int64)
+    ),
+    "another prompt": lambda batch: batch.with_non_tensor(prompt_ids=[[9]] * len(batch)),
+    "a token less": lambda batch: batch.with_non_tensor(
+        response_ids=[np.zeros(0, np.int32)] * len(batch)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
+def test_a_group_that_is_not_what_the_state_says_is_sampled_again(
+    groups, tmp_path, monkeypatch, change
+):
+    checkpoint, state = save(groups, tmp_path)
+    folder = checkpoint.path / saved_groups.FOLDER
+    whole = DataProto.load_from_disk(folder)
+    own = whole.non_tensor_batch["uid"] == uid_of(2, PROMPTS)
+    DataProto.concat([change(whole[own]), whole[~own]]).save_to_disk(folder)
+    again, warnings, _ = open_again(monkeypatch, checkpoint, state)
+    assert ready(again) == [3] and len(warnings) == 1
+
+
+def test_values_that_json_does_not_have_cost_the_groups_and_not_the_checkpoint(
+    groups, tmp_path, monkeypatch
+):
+    groups.answers[2] = groups.answers[2].with_non_tensor(turn_infos=[[{"a": {1}}]] * SAMPLES)
+    warnings: list[str] = []
+    checkpoint, state = save(groups, tmp_path, warnings.append)
+    assert len(warnings) == 1 and "without 2 finished prompts" in warnings[0]
+    assert not (checkpoint.path / saved_groups.FOLDER).exists()
+    assert ready(open_again(monkeypatch, checkpoint, state)[0]) == []
+
+
+def test_a_full_disk_is_an_error_of_the_save(groups, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        saved_groups.write(tmp_path / "file", groups.answers, groups.requests, pytest.fail)
+
+
+def test_samples_of_a_dead_engine_are_left_out(groups, tmp_path, monkeypatch):
+    held = {"alive": groups.answers[3], "dead": None}
+    for number, chunk in ((2, "dead"), (3, "alive")):
+        refs = {
+            name: [columns.Ref(chunk, name, row) for row in range(SAMPLES)]
+            for name in ("response_ids", "text")
+        }
+        groups.answers[number] = groups.answers[number].with_non_tensor(
+            **{name: object_array(column) for name, column in refs.items()}
+        )
+    monkeypatch.setattr(
+        columns,
+        "_load_available",
+        lambda chunks, within_s: {
+            chunk: held[chunk].non_tensor_batch for chunk in chunks if held[chunk] is not None
+        },
+    )
+    again, warnings, _ = open_again(monkeypatch, *save(groups, tmp_path))
+    assert ready(again) == [3] and not warnings
+    assert list(again.answers[3].non_tensor_batch["text"]) == ["text 3"] * SAMPLES
+    groups.fetch()
+    assert groups.answers[3].non_tensor_batch["text"][0] == "text 3"
+    assert isinstance(groups.answers[2].non_tensor_batch["text"][0], columns.Ref)
+
+
+def test_a_stop_fetches_them_before_the_engines_end(monkeypatch):
+    calls: list[str] = []
+    run: Any = object.__new__(Run)
+    run.groups = SimpleNamespace(fetch=lambda: calls.append("fetch"))
+    supervisor = SimpleNamespace(stop=lambda workers: calls.append("stop"))
+    run.workers = {"rollout": SimpleNamespace(supervisor=supervisor, workers=[])}
+    monkeypatch.setattr("verlite.trainer.run.group", lambda workers: workers)
+    run.obey([events.EndEngines()])
+    assert calls == ["fetch", "stop"]
+    with pytest.raises(StepAborted):
+        run.obey([events.GiveUp()])
+    assert calls == ["fetch", "stop"] * 2
