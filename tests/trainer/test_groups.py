@@ -170,7 +170,7 @@ def publishing(groups: Groups, monkeypatch, **does) -> tuple[SimpleNamespace, li
     )
     for name in ("collect", "sync_weights", "start_groups"):
 
-        def call(run, name=name):
+        def call(run, *wait_s, name=name):
             called.append(name)
             if name == "sync_weights":
                 run.version += 1
@@ -190,9 +190,10 @@ def give_up(run):
 
 
 def test_weights_go_to_engines_that_run(groups, monkeypatch):
-    run, called = publishing(groups, monkeypatch)
+    run, called = publishing(groups, monkeypatch, collect=lambda run: groups.finish(answers(2)))
     stage.publish_weights(run)
     assert called == ["collect", "sync_weights", "start_groups"]
+    assert list(groups.answers) == [2], "for the step's checkpoint"
     assert run.version == groups.flow.version == 2 and groups.flow.step == 1
 
 

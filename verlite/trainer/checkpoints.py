@@ -4,6 +4,7 @@ Layout under the run directory (`trainer.default_local_dir`):
 
     global_step_N/
       actor/ critic/    shards written by the workers (torch.distributed.checkpoint)
+      groups/           finished samples that are not trained yet (trainer.mode=async)
       state.json        step, sampler, KL controller, weight version, settings that must not change
       manifest.json     size and SHA-256 of every file above
     latest_checkpointed_iteration.txt    the newest step, replaced atomically at the end

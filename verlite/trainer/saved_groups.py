@@ -134,7 +134,7 @@ def _check_columns(batch: DataProto) -> None:
     added = {"uid", "sampling"}
     known = [columns(as_columns([], [], {}, 0.0, turns)) | added for turns in (False, True)]
     if columns(batch) not in known:
-        different = sorted(min((columns(batch) ^ names for names in known), key=len))
+        different = min((sorted(columns(batch) ^ names) for names in known), key=len)
         raise ValueError(f"its columns are not those of a rollout worker: {', '.join(different)}")
 
 
