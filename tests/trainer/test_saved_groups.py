@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from tests.trainer.runs import driver_state
@@ -256,6 +257,31 @@ def test_samples_of_a_dead_engine_are_left_out(groups, tmp_path, monkeypatch):
     groups.fetch()
     assert groups.answers[3].non_tensor_batch["text"][0] == "text 3"
     assert isinstance(groups.answers[2].non_tensor_batch["text"][0], columns.Ref)
+
+
+def test_a_worker_that_does_not_answer_holds_up_nothing_for_long(monkeypatch):
+    clock = [100.0]
+    asked: list[float | None] = []
+
+    def get(chunk: str, timeout: float | None) -> dict[str, list[int]]:
+        asked.append(timeout)
+        if chunk == "lost":
+            raise ray.exceptions.ObjectLostError("", None, "")
+        if chunk == "stuck":
+            clock[0] += timeout
+            raise ray.exceptions.GetTimeoutError
+        clock[0] += 1.0
+        return {"text": [chunk]}
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(columns.time, "monotonic", lambda: clock[0])
+    refs = [columns.Ref(chunk, "text", 0) for chunk in ("a", "lost", "stuck", "b")]
+    batch = DataProto.from_dict({}, {"text": object_array(refs)})
+    found = columns.fetch(batch, lost_as_none=True, within_s=10.0)
+    assert found.non_tensor_batch["text"].tolist() == ["a", None, None, "b"]
+    assert asked == [10.0, 9.0, 9.0, 0.0]
+    columns.fetch(batch[:1], lost_as_none=True)
+    assert asked[-1] is None
 
 
 def test_a_stop_fetches_them_before_the_engines_end(monkeypatch):
