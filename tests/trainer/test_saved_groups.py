@@ -274,7 +274,7 @@ def test_a_worker_that_does_not_answer_holds_up_nothing_for_long(monkeypatch):
         return {"text": [chunk]}
 
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(columns.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(columns, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     refs = [columns.Ref(chunk, "text", 0) for chunk in ("a", "lost", "stuck", "b")]
     batch = DataProto.from_dict({}, {"text": object_array(refs)})
     found = columns.fetch(batch, lost_as_none=True, within_s=10.0)
