@@ -52,7 +52,7 @@ def test_a_yaml_file_is_written_and_never_replaced(tmp_path, name):
 
 
 def test_errors_print_no_command():
-    done = run("openrlhf", "--", *shlex.split(SMALLEST), "--enable_ema", "--async_train")
+    done = run("openrlhf", "--", *shlex.split(SMALLEST), "--enable_ema", "--load_in_4bit")
     assert done.exit_code == 2
     assert done.stdout == ""
     assert "2 problems" in done.stderr

@@ -156,14 +156,6 @@ def test_changed_defaults_lead_to_those_of_the_table():
     check_changes(TABLES["train_ppo_ray"])
 
 
-def test_engines_of_asynchronous_training_need_not_have_the_devices_of_the_actor():
-    """OpenRLHF compares the two without --async_train only."""
-    line = f"{SMALLEST} --vllm_num_engines 2 --actor_num_gpus_per_node 8"
-    assert "OpenRLHF refuses that, too" in problems(line)
-    found = problems(f"{line} --async_train")
-    assert "--async_train" in found and "OpenRLHF refuses that" not in found
-
-
 # Guide 000
 
 
@@ -403,11 +395,99 @@ def test_separate_devices(files):
     assert conversion.values["trainer.nnodes"] * conversion.values["trainer.n_gpus_per_node"] == 12
 
 
+ASYNC = (
+    f"{SMALLEST} --actor_num_gpus_per_node 4 --async_train --enable_vllm_is_correction "
+    "--vllm_num_engines 2 --vllm_tensor_parallel_size 2"
+)
+APART = (
+    ASYNC.replace("--colocate_all_models", "--colocate_actor_ref")
+    + " --critic_num_gpus_per_node 2 --ref_num_gpus_per_node 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "placement", "ahead", "swaps"),
+    [
+        (ASYNC, {"actor,ref,critic": "0-3", "rollout": "4-7"}, 1, False),
+        (
+            f"{ASYNC} --init_kl_coef 0 --advantage_estimator reinforce --partial_rollout "
+            "--async_queue_size 3 --vllm_enable_sleep",
+            {"actor": "0-3", "rollout": "4-7"},
+            3,
+            True,
+        ),
+        (
+            f"{ASYNC.replace('async_train', 'train.async_enable')} --train.async_queue_size 2 "
+            "--train.partial_rollout_enable --algo.advantage.is_correction_level seq "
+            "--vllm_num_engines 1",
+            {"actor,ref,critic": "0-3", "rollout": "4-5"},
+            2,
+            True,
+        ),
+        (APART, {"actor,ref": "0-3", "critic": "4-5", "rollout": "6-9"}, 1, False),
+    ],
+)
+def test_asynchronous_training(files, line, placement, ahead, swaps):
+    """Engines have devices of their own, and need not have as many as the actor. The queue's size
+    is the batches that are sampled while one is trained."""
+    conversion = convert(line)
+    files.check(conversion)
+    got = conversion.values
+    expected = {
+        "trainer.mode": "async",
+        "async_training.depth": ahead,
+        "async_training.max_age": ahead,
+        "async_training.partial_rollout": swaps,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "cluster.component_placement": placement,
+        f"{ROLLOUT}free_cache_engine": False,
+    }
+    assert {key: got.get(key) for key in expected} == expected
+    devices = sum(
+        int(last or first) - int(first) + 1
+        for first, _, last in (places.partition("-") for places in placement.values())
+    )
+    assert got["trainer.nnodes"] * got["trainer.n_gpus_per_node"] == devices
+    assert "limits the queue, not the age" in conversion.comments["async_training.max_age"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            ASYNC.replace("--enable_vllm_is_correction", ""),
+            "older weights, for which verlite needs a correction. Add --enable_vllm_is_correction",
+        ),
+        (
+            ASYNC.replace("--vllm_num_engines 2", ""),
+            "--vllm_num_engines: is missing. With --async_train it is needed",
+        ),
+        (f"{ASYNC} --async_queue_size 0", "--async_queue_size=0: must be at least 1"),
+        (
+            f"{ASYNC} --dynamic_filtering --n_samples_per_prompt 2",
+            "--dynamic_filtering: verlite trains every prompt that it draws",
+        ),
+        (f"{ASYNC} --vllm_generate_batch_size 4096", "--async_queue_size says how many steps'"),
+        (f"{ASYNC} --ref_num_nodes 2", "colocated models share devices: 16 here, 4 for the actor"),
+    ],
+)
+def test_asynchronous_training_that_is_refused(line, words):
+    assert words in problems(line)
+
+
+def test_settings_of_asynchronous_training_without_it():
+    conversion = convert(f"{SMALLEST} --partial_rollout --async_queue_size 2")
+    assert [(warning.typed, warning.text) for warning in conversion.warnings] == [
+        ("--async_queue_size=2", "it has no effect without --async_train"),
+        ("--partial_rollout", "it has no effect without --async_train"),
+    ]
+    assert "trainer.mode" not in conversion.values
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--reward_pretrain r", "--reward_pretrain=r: has no counterpart in verlite"),
-        ("--async_train", "--async_train: has no counterpart"),
         ("--agent_func_path a.py", "env.name=package.module:EnvFactory"),
         ("--enable_ema", "moving average"),
         (

@@ -9,7 +9,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.report.samples import STYLES, lowest_scores, read_samples, render
+from verlite.control.flow import Flow
+from verlite.report.samples import STYLES, drawn_prompts, lowest_scores, read_samples, render
 
 SEARCHED = {
     "uid": "3-0",
@@ -150,6 +151,71 @@ def test_long_prompts_lose_their_start_without_whole(run_dir):
     assert text.count("x") < 700 and "…" in text
     whole = show(run_dir, "--step", 2, "--whole")[1]
     assert whole.count("x") >= 700 and "…" not in whole
+
+
+def save_groups(run_dir, content: str, step: int = 4) -> None:
+    """Write a checkpoint's state, and the manifest that makes it one."""
+    folder = run_dir / f"global_step_{step}"
+    folder.mkdir(exist_ok=True)
+    (folder / "manifest.json").write_text("{}")
+    (folder / "state.json").write_text(content)
+
+
+def a_flow() -> Flow:
+    """Return a flow with 13 prompts: 4 trained, 1 failed, 1 filtered, 3 ready, 1 running, 3
+    queued."""
+    flow = Flow(groups_per_step=4, bound=2, depth=1, engines=2, swaps=True)
+    flow.published()
+    flow.draw(8)
+    flow.assign()
+    for number in range(7):
+        flow.finished(number)
+    flow.trained([0, 1, 2, 3])
+    flow.failed(7, "too long")
+    flow.filtered(6, "alike")
+    flow.published()
+    flow.draw(2)
+    flow.assign()
+    flow.finished(8)
+    flow.draw(3)
+    return flow
+
+
+def test_prompts_of_the_newest_checkpoint_of_an_asynchronous_run(run_dir):
+    flow = a_flow()
+    assert sum(flow.counts().values()) == 13
+    state = {"step": 1, "groups": {"flow": flow.state_dict()}}
+    save_groups(run_dir, json.dumps(state))
+    save_groups(run_dir, "{}", step=3)
+    (run_dir / "global_step_5").mkdir()  # not complete
+    line = "global_step_4: 13 prompts drawn: 4 trained, 3 finished and waiting, 1 running, 3 queued"
+    assert drawn_prompts(run_dir) == f"{line}, 1 filtered, 1 failed"
+    code, text = show(run_dir)
+    assert code == 0 and f"{line}, 1 filtered, 1 failed" in " ".join(text.split())
+    save_groups(run_dir, "{}", step=6)  # one of trainer.mode=sync
+    assert drawn_prompts(run_dir) == "" and " drawn" not in show(run_dir)[1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "5",
+        "[" * 100_000,
+        '{"groups": null}',
+        '{"groups": {"flow": {"next": 1, "gone": {"trained": 2}, "groups": []}}}',
+        '{"groups": {"flow": {"next": 2, "gone": {"trained": 2}, "groups": [[1]]}}}',
+        '{"groups": {"flow": {"next": 3, "gone": {"trained": 2}, "groups": [[1, "[red]"]]}}}',
+        '{"groups": {"flow": {"next": 2.0, "gone": {"trained": 2}, "groups": []}}}',
+        '{"groups": {"flow": {"next": 0, "gone": {"trained": 2, "failed": -2}, "groups": []}}}',
+        '{"groups": {"flow": {"next": 2, "gone": [], "groups": []}}}',
+    ],
+)
+def test_a_damaged_checkpoint_does_not_hide_samples(run_dir, damage):
+    save_groups(run_dir, damage)
+    code, text = show(run_dir)
+    assert code == 0 and "score 0.2" in text and " drawn" not in text
+    assert "state.json of the newest checkpoint cannot be read: " in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -319,9 +319,18 @@ def show(
     ] = False,
     whole: Annotated[bool, typer.Option("--whole", help="Do not shorten long prompts.")] = False,
 ) -> None:
-    """Print a step's samples: turns, tool calls and results, rewards, and the trained text."""
+    """Print a step's samples: turns, tool calls and results, rewards, and the trained text.
+
+    With trainer.mode=async also what became of the prompts that the newest checkpoint has drawn.
+    """
     from verlite.files import one_line
-    from verlite.report.samples import legend, lowest_scores, read_samples, render
+    from verlite.report.samples import (
+        drawn_prompts,
+        legend,
+        lowest_scores,
+        read_samples,
+        render,
+    )
     from verlite.terminal import console
 
     try:
@@ -333,6 +342,11 @@ def show(
     out.print(f"{path}: {len(shown)} of {len(samples)} samples", legend(), highlight=False)
     if unreadable:
         out.print(f"lines that cannot be read: {unreadable}", style="yellow", highlight=False)
+    try:
+        if line := drawn_prompts(Path(run_dir)):
+            out.print(line, highlight=False)
+    except ValueError as error:
+        out.print(str(error), style="yellow", highlight=False, markup=False)
     for number, sample in enumerate(shown, start=1):
         try:
             rendered = render(sample, whole)

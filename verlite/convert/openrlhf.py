@@ -226,30 +226,32 @@ def devices(draft: Draft) -> None:
     tensor_parallel = draft["vllm_tensor_parallel_size"]
     reference = draft["ref_num_nodes"] * draft["ref_num_gpus_per_node"]
     engines = draft["vllm_num_engines"]
-    if draft["colocate_all_models"]:
+    everything, is_async = draft["colocate_all_models"], draft["async_train"]
+    if everything:
         given = draft.has("ref_num_nodes") or draft.has("ref_num_gpus_per_node")
         if given and _has_reference(draft) and reference != nodes * gpus:
             rule = f"colocated models share devices: {reference} here, {nodes * gpus} for the actor"
             draft.refuse("ref_num_nodes", rule)
-        # With --async_train OpenRLHF's engines have devices of their own; that flag is refused.
-        alike = engines * tensor_parallel == nodes * gpus if engines else True
-        if not alike and not draft["async_train"]:
+    if everything and not is_async:
+        if engines and engines * tensor_parallel != nodes * gpus:
             rule = f"{engines} engines x {tensor_parallel} GPUs are not the {nodes * gpus} GPUs"
             draft.refuse("vllm_num_engines", rule, "OpenRLHF refuses that, too.")
         draft.set("trainer.nnodes", nodes)
         draft.set("trainer.n_gpus_per_node", gpus)
         return
     if not engines:
-        draft.refuse(
-            "vllm_num_engines", "is missing", "Without --colocate_all_models it is needed."
-        )
+        why = "With --async_train" if is_async else "Without --colocate_all_models"
+        draft.refuse("vllm_num_engines", "is missing", f"{why} it is needed.")
         return
     groups = {"actor": nodes * gpus}
-    if _has_reference(draft) and draft["colocate_actor_ref"]:
+    if everything:  # with --async_train: all but the engines
+        roles = ["actor", *["ref"] * _has_reference(draft), *["critic"] * _has_critic(draft)]
+        groups = {",".join(roles): nodes * gpus}
+    elif _has_reference(draft) and draft["colocate_actor_ref"]:
         groups = {"actor,ref": nodes * gpus}
     elif _has_reference(draft):
         groups["ref"] = reference
-    if _has_critic(draft):
+    if _has_critic(draft) and not everything:
         groups["critic"] = draft["critic_num_nodes"] * draft["critic_num_gpus_per_node"]
     groups["rollout"] = engines * tensor_parallel
     placement, first = {}, 0
@@ -320,7 +322,8 @@ def batches(draft: Draft) -> None:
         draft.refuse(
             "vllm_generate_batch_size",
             "verlite generates the prompts of one step at a time",
-            "Leave it out. With dynamic filtering use data.gen_batch_size.",
+            "Leave it out. With --async_train, --async_queue_size says how many steps' prompts are "
+            "sampled ahead; with dynamic filtering use data.gen_batch_size.",
         )
 
 
@@ -493,6 +496,34 @@ def correction(draft: Draft) -> None:
         )
 
 
+def asynchronous(draft: Draft) -> None:
+    """Sampling while the policy is updated. A batch leaves OpenRLHF's queue, and frees its place,
+    before it is trained: the queue's size is the steps that are sampled ahead."""
+    if not draft["async_train"]:
+        for name in ("async_queue_size", "partial_rollout"):
+            if draft.has(name):
+                draft.warn(name, "it has no effect without --async_train")
+        return
+    ahead = draft["async_queue_size"]
+    comment = (
+        "OpenRLHF limits the queue, not the age. Higher, with the same depth: steps wait less "
+    )
+    draft.set("trainer.mode", "async")
+    draft.set("async_training.depth", ahead)
+    draft.set("async_training.max_age", ahead, f"{comment}for slow samples")
+    draft.set("async_training.partial_rollout", draft["partial_rollout"])
+    if CORRECTION + "rollout_is" not in draft.values:
+        rule = "trains on samples of older weights, for which verlite needs a correction"
+        remedy = "Add --enable_vllm_is_correction, or --is_correction_level token; or leave it out "
+        draft.refuse("async_train", rule, f"{remedy}to train on fresh samples.")
+    if draft["vllm_enable_sleep"]:
+        comment = "engines do not sleep: they sample while the others train"
+        draft.set(ROLLOUT + "free_cache_engine", False, comment)
+    if draft["dynamic_filtering"]:
+        rule = "verlite trains every prompt that it draws with --async_train"
+        draft.refuse("dynamic_filtering", rule, "Leave out one of the two.")
+
+
 def rewards(draft: Draft) -> None:
     """Where rewards come from, dynamic filtering and the length penalty."""
     urls = [url for url in (draft["remote_rm_url"] or "").split(",") if url]
@@ -631,6 +662,7 @@ FORMULAS = (
     loss,
     optimizers,
     correction,
+    asynchronous,
     rewards,
     data,
     memory,

@@ -3,6 +3,7 @@
 The text's color tells what the model sampled, what was trained on, and what tools answered.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from verlite.files import LINES_MAX_BYTES, parse_json, read_bytes
+from verlite.control.flow import State
+from verlite.files import LINES_MAX_BYTES, one_line, parse_json, read_bytes, read_json
 from verlite.terminal import clean
+from verlite.trainer.checkpoints import PREFIX, STATE, last_saved
 
 Sample = dict[str, Any]
 """A line of rollouts/step_N.jsonl."""
@@ -72,6 +75,44 @@ def _parse(line: bytes) -> Sample | None:
         return None
     is_sample = isinstance(sample, dict) and type(sample.get("score")) in (int, float, type(None))
     return sample if is_sample else None
+
+
+STATE_WORDS = {
+    State.TRAINED: "trained",
+    State.READY: "finished and waiting",
+    State.RUNNING: "running",
+    State.QUEUED: "queued",
+    State.FILTERED: "filtered",
+    State.FAILED: "failed",
+}
+
+
+def drawn_prompts(run_dir: Path) -> str:
+    """Return a line about the prompts of the newest checkpoint of an asynchronous run: how many are
+    drawn, and what became of them. "" if there is none, or it is one of trainer.mode=sync.
+
+    Raises:
+        ValueError: the checkpoint's state cannot be read, or does not account for each prompt.
+    """
+    try:
+        step = last_saved(run_dir)
+        if step is None:
+            return ""
+        name = f"{PREFIX}{step}"
+        state = read_json(run_dir / name / STATE)
+        if "groups" not in state:
+            return ""
+        flow = state["groups"]["flow"]
+        alive = Counter(State(group[1]) for group in flow["groups"])
+        counts = {s: alive[s] + flow["gone"].get(s, 0) for s in STATE_WORDS}
+        is_whole = all(type(n) is int and n >= 0 for n in (flow["next"], *counts.values()))
+        if not is_whole or sum(counts.values()) != flow["next"]:
+            raise ValueError("each prompt that is drawn must have one state")
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        cause = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(f"{STATE} of the newest checkpoint cannot be read: {cause}") from error
+    parts = [f"{counts[s]} {words}" for s, words in STATE_WORDS.items() if counts[s]]
+    return f"{name}: {flow['next']} prompts drawn: {', '.join(parts)}"
 
 
 def lowest_scores(samples: Sequence[Sample], count: int) -> list[Sample]:
