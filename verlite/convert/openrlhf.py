@@ -245,8 +245,8 @@ def devices(draft: Draft) -> None:
         return
     groups = {"actor": nodes * gpus}
     if everything:  # with --async_train: all but the engines
-        roles = ["actor", *["ref"] * _has_reference(draft), *["critic"] * _has_critic(draft)]
-        groups = {",".join(roles): nodes * gpus}
+        also = ",ref" * _has_reference(draft) + ",critic" * _has_critic(draft)
+        groups = {f"actor{also}": nodes * gpus}
     elif _has_reference(draft) and draft["colocate_actor_ref"]:
         groups = {"actor,ref": nodes * gpus}
     elif _has_reference(draft):
