@@ -217,6 +217,7 @@ def test_a_damaged_checkpoint_does_not_hide_samples(run_dir, damage):
     text = " ".join(text.split())
     assert code == 0 and "score 0.2" in text and "prompts drawn" not in text
     assert "state.json of the newest checkpoint cannot be read: " in text
+    assert ("[red]" in text) == ("[red]" in damage)  # text of a file is no markup
 
 
 @pytest.mark.parametrize(
