@@ -346,7 +346,7 @@ def show(
         if line := drawn_prompts(Path(run_dir)):
             out.print(line, highlight=False)
     except ValueError as error:
-        out.print(str(error), style="yellow", highlight=False, markup=False)
+        out.print(str(error), style="yellow", highlight=False)
     for number, sample in enumerate(shown, start=1):
         try:
             rendered = render(sample, whole)
