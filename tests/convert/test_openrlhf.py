@@ -463,10 +463,6 @@ def test_asynchronous_training(files, line, placement, ahead, swaps):
             "--vllm_num_engines: is missing. With --async_train it is needed",
         ),
         (f"{ASYNC} --async_queue_size 0", "--async_queue_size=0: must be at least 1"),
-        (
-            f"{ASYNC} --dynamic_filtering --n_samples_per_prompt 2",
-            "--dynamic_filtering: verlite trains every prompt that it draws",
-        ),
         (f"{ASYNC} --vllm_generate_batch_size 4096", "--async_queue_size says how many steps'"),
         (f"{ASYNC} --ref_num_nodes 2", "colocated models share devices: 16 here, 4 for the actor"),
     ],

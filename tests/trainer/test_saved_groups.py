@@ -123,7 +123,7 @@ def test_finished_groups_are_trained_as_they_are(groups, tmp_path, monkeypatch):
     again.in_step = again.flow.choose()
     groups.in_step = groups.flow.choose()
     assert again.in_step == groups.in_step == [2, 3]
-    mine, kept = groups.batch(), again.batch()
+    mine, kept = groups.samples([2, 3]), again.samples([2, 3])
     assert equal(mine.tensors(), kept.tensors())
     for name, column in mine.non_tensor_batch.items():
         theirs = kept.non_tensor_batch[name]

@@ -519,9 +519,6 @@ def asynchronous(draft: Draft) -> None:
     if draft["vllm_enable_sleep"]:
         comment = "engines do not sleep: they sample while the others train"
         draft.set(ROLLOUT + "free_cache_engine", False, comment)
-    if draft["dynamic_filtering"]:
-        rule = "verlite trains every prompt that it draws with --async_train"
-        draft.refuse("dynamic_filtering", rule, "Leave out one of the two.")
 
 
 def rewards(draft: Draft) -> None:
