@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
-from verlite.algorithms.gap import gap_rows
+from verlite.algorithms.gap import gap_metrics, gap_rows, gap_totals
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.compile import advantage_spec
 from verlite.config.schema import Config, DataConfig, ModelConfig
@@ -28,6 +28,7 @@ from verlite.trainer.batch import fetch_padded, to_ranks
 from verlite.trainer.errors import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.run import Run
+from verlite.trainer.stages import advantage as advantage_stage
 from verlite.trainer.stages.advantage import (
     advantages,
     loss_mask,
@@ -342,6 +343,39 @@ def test_bypass_mode_uses_rollout_log_probs_and_still_checks_the_gap(
     assert dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3
     assert ("training/log_prob_gap" in run.metrics) == first_step
     assert "entropy_sums" not in batch.batch.keys()  # the update measures it
+
+
+SAME, OTHER = gap_rows(
+    torch.tensor([[-1.0], [-2.0]]), torch.tensor([[-1.0], [-1.5]]), torch.ones(2, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("versions", "rows", "gaps"),
+    [
+        ([3, 3], [SAME, OTHER], [0.25]),
+        ([3, 2], [SAME, OTHER], [0.0]),
+        ([2, 3], [SAME, OTHER], [0.5]),
+        ([2, 2], [OTHER, OTHER], []),
+        ([2, -1], [OTHER, torch.zeros_like(SAME)], []),
+    ],
+)
+def test_samples_of_older_weights_do_not_compare_trainer_and_engine(
+    versions, rows, gaps, monkeypatch
+):
+    """A run that resumes with trainer.mode=async may begin with samples of a checkpoint."""
+    seen = []
+
+    def record(run, batch, gap):
+        seen.append(gap["training/log_prob_gap"])
+
+    monkeypatch.setattr(advantage_stage, "check_log_prob_gap", record)
+    batch = rewarded_batch(["done"] * 2).with_batch(
+        oldest_version=torch.tensor(versions), gap_sums=torch.stack(rows)
+    )
+    gap = gap_metrics(gap_totals(batch.batch["gap_sums"]))
+    advantage_stage.check_first_step(fake_run(groups=object(), version=3), batch, gap)
+    assert seen == gaps
 
 
 def test_the_start_up_check_reports_where_the_gap_is():

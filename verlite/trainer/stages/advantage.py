@@ -67,10 +67,26 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     run.metrics.update(gap)
     run.metrics["actor/entropy"] = answer.batch["entropy_sums"].sum().item() / max(1, tokens)
     if run.first_step:
-        check_log_prob_gap(run, measured, gap)
+        check_first_step(run, measured, gap)
     # Drop them if the plan does not need them; otherwise a resumed run, whose first step is another
     # one, would compute different numbers.
     return measured if run.plan.needs_old_log_probs else batch
+
+
+def check_first_step(run: Run, measured: DataProto, gap: dict[str, float]) -> None:
+    """Compare trainer and rollout engine in the first step of a process; see `check_log_prob_gap`.
+
+    Samples of older weights, which a checkpoint of asynchronous training has, do not compare them.
+    If the step has no others, only the log-prob probe of the first weight sync has.
+    """
+    if run.groups is not None:
+        versions = measured.batch["oldest_version"]  # -1 without a token
+        if ((versions >= 0) & (versions < run.version)).any():
+            measured = measured.select_idxs(versions == run.version)
+            gap = gap_metrics(gap_totals(measured.batch["gap_sums"]))
+            if not gap:
+                return
+    check_log_prob_gap(run, measured, gap)
 
 
 def check_log_prob_gap(run: Run, batch: DataProto, gap: dict[str, float]) -> None:
