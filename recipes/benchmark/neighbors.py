@@ -1,8 +1,8 @@
-"""Steps of a small workload beside processes that keep cores busy, with libgomp's own spinning and
-with verlite's setting (verlite/threads.py).
+"""Steps of a workload (`workload.py`) or of the quickstart beside processes that keep cores busy,
+with libgomp's own spinning and with verlite's setting (verlite/threads.py).
 
-python recipes/benchmark/neighbors.py [wtiny] [--neighbors 0 1 2 4] [--rounds 2] [--steps 3]
-[key=value ...]
+python recipes/benchmark/neighbors.py [wtiny|w25|quickstart] [--neighbors 0 1 2 4] [--rounds 2]
+[--steps 3] [key=value ...]
 
 A neighbor is a loop in one thread, as another user's job. Neighbors come and go within one run, so
 that the ratio to the steps alone does not depend on how fast the machine was at another time. A
@@ -38,6 +38,7 @@ DEFAULT_SPINS = "300000"
 MARK = "VERLITE_NEIGHBORS"
 """An environment variable that only the processes of the run have."""
 POLL_S = 0.05
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -114,12 +115,12 @@ def measure(
     name: str, phases: Sequence[Phase], spin: str, steps: int, extra: Sequence[str]
 ) -> list[Phase]:
     """Train in one child process through all phases, and return them."""
-    model_of(name)
+    BUILD.mkdir(exist_ok=True)
     total = 2 + len(phases) * (steps + 2)  # a step begins before its neighbors, and another after
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         folder, log = Path(scratch) / "run", Path(scratch) / "log"
         command = [sys.executable, "-m", "verlite.main_ppo"]
-        command += [*overrides(name, total, folder, ENGINES[name]), *extra]
+        command += [*arguments(name, total, folder), *extra]
         environment = {**os.environ, "GOMP_SPINCOUNT": spin, MARK: str(os.getpid())}
 
         def finished(count: int) -> list[float]:
@@ -149,6 +150,26 @@ def measure(
     return list(phases)
 
 
+def arguments(name: str, steps: int, folder: Path) -> list[str]:
+    """Return the overrides of a run of `steps` steps. Builds the model and the data it needs."""
+    if name != "quickstart":
+        model_of(name)
+        return overrides(name, steps, folder, ENGINES[name])
+    subprocess.run([sys.executable, ROOT / "recipes/quickstart/make.py"], cwd=ROOT, check=True)
+    build = ROOT / "recipes/quickstart/build"
+    return [
+        "--config-name=quickstart",
+        f"actor_rollout_ref.model.path={build}/model",
+        f"data.train_files={build}/train.parquet",
+        f"data.val_files={build}/test.parquet",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={folder}",
+    ]
+
+
 def summary(phases: Sequence[Phase]) -> dict[str, float]:
     """Return the median step beside one number of neighbors, and the largest `others`."""
     return {
@@ -170,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workload", nargs="?", default="wtiny", choices=list(ENGINES))
+    parser.add_argument("workload", nargs="?", default="wtiny", choices=[*ENGINES, "quickstart"])
     parser.add_argument("--neighbors", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--spins", nargs="+", default=[DEFAULT_SPINS, SPINS])
     parser.add_argument("--rounds", type=int, default=2, help="times that all neighbors come")

@@ -506,6 +506,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "overlap": _overlap,
     "neighbors_wtiny": _neighbors,
     "neighbors_w25": _neighbors,
+    "neighbors_quickstart": _neighbors,
     "data": _data,
     "retriever": _retriever,
     "reward": _reward,

@@ -108,7 +108,8 @@ class Background(Generic[T]):
         """
         results: list[T | None] = []
         with suppress(queue.Empty):
-            results.append(self._results.get(timeout=wait_s))
+            # After a failure nothing comes any more.
+            results.append(self._results.get(timeout=wait_s if self._failure is None else 0))
             while True:
                 results.append(self._results.get_nowait())
         found = [result for result in results if result is not None]
