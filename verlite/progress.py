@@ -26,6 +26,8 @@ class Progress:
         waits_for: something outside the run with a time limit of its own, such as "the disk"; "" if
             the process does not wait for such a thing.
         in_group: whether collectives make this process wait for other ranks of its role.
+        pending: unfinished requests of the generation engine, also between two calls.
+        steps: generation steps and weight loads of the engine since the process started.
     """
 
     call: str = ""
@@ -36,6 +38,8 @@ class Progress:
     requests: int | None = None
     waits_for: str = ""
     in_group: bool = False
+    pending: int = 0
+    steps: int = 0
 
 
 here = Progress()

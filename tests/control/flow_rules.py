@@ -144,9 +144,8 @@ class FlowRules:
         if done:
             self.settle(number, state)
 
-    def lost(self, engine: int, ready: list[int], found: list[int]) -> None:
-        running = {n for n in self.having("running") if self.entries[n].engine == engine}
-        wanted = sorted(running | (set(self.having("ready")) & set(ready)))
+    def lost(self, engine: int, found: list[int]) -> None:
+        wanted = sorted(n for n in self.having("running") if self.entries[n].engine == engine)
         self.check(found == wanted, f"ledger: {found} are put back, not {wanted}")
         self.up.discard(engine)
         for number in wanted:

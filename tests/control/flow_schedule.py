@@ -47,8 +47,6 @@ class FlowSchedule:
     save_freq: int = 1
     saves_ready: bool = True
     """Whether a checkpoint has the samples of finished groups."""
-    remote_data: bool = True
-    """Whether the samples of a finished group are on its engine until a step takes them."""
     tells_oldest: bool = True
     """Whether answers tell the oldest version of their tokens."""
     feeds: bool = True
@@ -64,7 +62,7 @@ class FlowSchedule:
         if self.total_steps > 1:
             yield replace(self, total_steps=self.total_steps - 1)
         for name, plain in (("filtered", 0.0), ("failed", 0.0), ("doubled", 0.0), ("slow", -1),
-                            ("saves_ready", False), ("remote_data", False), ("overlaps", False),
+                            ("saves_ready", False), ("overlaps", False),
                             ("tells_oldest", False), ("feeds", False)):  # fmt: skip
             if getattr(self, name) != plain:
                 yield replace(self, **{name: plain})
@@ -101,7 +99,6 @@ def flow_schedule(seed: int) -> FlowSchedule:
         save_s=uniform(0.1, 5.0),
         save_freq=pick((1, 1, 2, 3)),
         saves_ready=chance() < 0.6,
-        remote_data=chance() < 0.5,
         tells_oldest=chance() < 0.6,
         feeds=chance() < 0.7,
         overlaps=chance() < 0.4,

@@ -42,7 +42,6 @@ class Sample:
     """The samples of a finished group. oldest: the oldest version of its tokens, in truth."""
 
     oldest: int
-    engine: "Engine"
 
 
 class Engine:
@@ -102,8 +101,6 @@ class Process:
         s = world.schedule
         self.flow = Flow(s.groups_per_step, s.bound, s.depth, world.engines, s.swaps, s.total_steps)
         self.data: dict[int, Sample] = {}
-        self.fetched: dict[int, Sample] = {}
-        """The samples of the step that is being trained."""
         if world.saved is not None:
             text, self.data = world.saved[0], dict(world.saved[1])
             self.flow.load_state_dict(json.loads(text), ready=self.data)
@@ -214,15 +211,13 @@ class Process:
 
     def train(self, numbers: list[int]) -> None:
         self.rules.ages({number: self.flow.groups[number].oldest for number in numbers})
-        self.fetched = {number: self.data[number] for number in numbers if number in self.data}
         self.begin(self.schedule.update_s, self.trained, numbers)
 
     def trained(self, numbers: list[int]) -> None:
-        self.rules.trained(numbers, [self.fetched.get(number) for number in numbers])
+        self.rules.trained(numbers, [self.data.get(number) for number in numbers])
         self.flow.trained(numbers)
         for number in numbers:
             self.data.pop(number, None)
-        self.fetched = {}
 
     def save(self) -> None:
         data = dict(self.data) if self.schedule.saves_ready else {}
@@ -268,7 +263,7 @@ class Process:
         if kept and not facts.teaches:
             rules.filtered(number, flow.filtered(number, "equal scores"))
         elif kept:
-            self.data[number] = Sample(oldest, engine)
+            self.data[number] = Sample(oldest)
         return None
 
     # Faults
@@ -293,14 +288,7 @@ class Process:
         """An engine is noticed to be dead. Another is started in its place."""
         if engine.number not in self.rules.up or self.engines[engine.number] is not engine:
             return
-        ready = []
-        if self.schedule.remote_data:
-            ready = [
-                n for n, s in self.data.items() if s.engine is engine and n not in self.fetched
-            ]
-        for number in ready:
-            del self.data[number]
-        self.rules.lost(engine.number, ready, self.flow.engine_lost(engine.number, ready))
+        self.rules.lost(engine.number, self.flow.engine_lost(engine.number))
         for answer in engine.held or ():
             if self.world.draw.random() < 0.7:  # others are lost
                 self.after(self.upto(20.0), self.answer, *answer)

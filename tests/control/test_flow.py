@@ -122,14 +122,6 @@ def test_groups_of_a_dead_engine_go_first_and_elsewhere():
     assert one.engine_lost(1) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_ready_groups_whose_data_were_lost_are_sampled_again():
-    one = flow(size=2, bound=1, engines=2)
-    start(one)
-    finish(one, 0, 3)
-    assert one.engine_lost(0, ready=[0, 2, 99]) == [0, 1]
-    assert one.groups[3].state is State.READY and one.groups[2].state is State.RUNNING
-
-
 # Answers
 
 

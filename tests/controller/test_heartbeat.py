@@ -65,6 +65,25 @@ def test_heartbeats_without_another_position_are_no_progress(receiver):
     assert heard.moved > 90.0
 
 
+def test_the_steps_of_an_engine_are_seen_between_short_calls(receiver):
+    """Each call changes the position, and is no progress of the engine."""
+    target = receiver.target("rollout", 0)
+
+    def beat(number, after_s, pending, steps):
+        receiver.clock += after_s
+        at = Progress("finished", number, pending=pending, steps=steps)
+        receiver.receive(pack(target, Beat(number, at)))
+        heard = receiver.heard[target.name]
+        return receiver.clock - heard.stepped, heard.pause_s
+
+    assert beat(1, 0.0, pending=0, steps=0) == (0.0, None)
+    assert beat(2, 50.0, pending=3, steps=0) == (0.0, None), "it had nothing to do"
+    assert beat(3, 40.0, pending=3, steps=0) == (40.0, None)
+    assert beat(4, 2.0, pending=3, steps=7) == (0.0, 42.0)
+    assert beat(5, 9.0, pending=3, steps=8) == (0.0, 42.0), "the longest"
+    assert beat(6, 2.0, pending=3, steps=8) == (2.0, 42.0)
+
+
 def test_two_processes_of_one_rank_have_two_names(receiver):
     assert receiver.target("rollout", 0).name != receiver.target("rollout", 0).name
 

@@ -91,6 +91,50 @@ def test_a_restarted_process_is_not_judged_by_the_pauses_of_the_old_one(monkeypa
     assert ended == {"rollout": False, "actor": True}
 
 
+def test_an_engine_that_hangs_in_the_background_is_named_and_then_ended(monkeypatch):
+    """The calls that ask for finished samples are short, and say nothing about it."""
+    monkeypatch.setattr(rank_watch, "collect", lambda workers, outstanding: {})
+    monkeypatch.setattr(rank_watch, "write_stacks", lambda workers, dump: "stacks.txt")
+    clock, said = 1000.0, []
+    workers = [
+        SimpleNamespace(heartbeat=f"{i}", rank=i, pid=f"{i}", node="n", name=f"rollout rank {i}")
+        for i in range(3)
+    ]
+
+    def heard(pending, stepped, pause_s):
+        place = Progress("finished", 9, pending=pending)
+        return Heard(Beat(9, place), clock, clock, stepped, pause_s)
+
+    hung, idle, first = heard(3, 950.0, 0.5), heard(0, 0.0, 0.5), heard(3, 900.0, None)
+    heartbeats = SimpleNamespace(clock=clock, heard={"0": hung, "1": idle, "2": first})
+    watch = rank_watch.RankWatch(heartbeats, 45.0)
+    watch.warn = said.append
+
+    def still(run_s=3600.0):
+        call = SimpleNamespace(role="rollout", method="finished", started=time.monotonic())
+        call.pending = dict(enumerate(workers))
+        return watch.still(call, workers, [call], run_s)
+
+    assert still() is None and still() is None
+    assert [text.partition(". The engine")[2] for text in said] == [
+        " is replaced after 180 s without progress",
+        " is replaced after 3600 s without progress",
+    ], "each once"
+    assert "rollout.finished: no progress of rank 0 for 50 s" in said[0]
+    assert "(process 0 on node n): finished, 3 unfinished requests. Stacks" in said[0]
+    hung.stepped = 999.0
+    assert still() is None and said[2:] == ["rollout rank 0 makes progress again"]
+    heartbeats.clock += 182.0
+    for one in (hung, idle, first):
+        one.heard = heartbeats.clock
+    found = still()
+    assert found is not None and found.workers == [workers[0]] and not found.in_group
+    hung.stepped = heartbeats.clock
+    assert still() is None, "the first step may take as long as the run's limit"
+    found = still(run_s=200.0)
+    assert found is not None and found.workers == [workers[2]]
+
+
 def test_silence_is_that_of_a_process_that_was_heard_before():
     assert is_silent(rank(0, 0, silent_s=46.0), 45.0)
     assert not is_silent(rank(0, 0, silent_s=44.0), 45.0)
@@ -171,6 +215,8 @@ def test_positions_as_text():
     text = "update, mini-batch 1 of 4, micro-batch 2 of 8"
     assert position(at(part="mini-batch 1 of 4", turn="micro-batch 2 of 8")) == text
     assert position(at("generate", requests=3)) == "generate, 3 unfinished requests"
+    assert position(at("finished", pending=2)) == "finished, 2 unfinished requests"
+    assert position(at("generate", requests=0, pending=2)) == "generate, 0 unfinished requests"
     assert position(at(waits_for="the disk")) == "update, waits for the disk"
     assert position(at("")) == "between two calls"
     assert position(None) == "no heartbeat has arrived from it"

@@ -100,24 +100,20 @@ def _only_what_is_due_now(original, self):
     return [need for need in original(self) if need[0] + self.bound <= self.step + 1]
 
 
-def _forgets_the_second(original, self, engine, ready=()):
+def _forgets_the_second(original, self, engine):
     if len(self._queued) and any(group.attempt for group in self.groups.values()):
         self._running.pop(engine, None)
         return []
-    return original(self, engine, ready)
+    return original(self, engine)
 
 
-def _not_put_back(original, self, engine, ready=()):
+def _not_put_back(original, self, engine):
     self._running.pop(engine, None)
     return []
 
 
 def _any_failure(original, self, number, reason, attempt=None):
     return original(self, number, reason)
-
-
-def _without_lost_data(original, self, engine, ready=()):
-    return original(self, engine)
 
 
 def _any_attempt(original, self, number, oldest=None, attempt=None):
@@ -395,12 +391,6 @@ MUTANTS = [
         "the newest version of a group counts, not the oldest",
         FLOW + "finished",
         calls(_newest_counts),
-        FLOWS,
-    ),
-    Mutant(
-        "finished samples that died with their engine are trained",
-        FLOW + "engine_lost",
-        calls(_without_lost_data),
         FLOWS,
     ),
     Mutant(

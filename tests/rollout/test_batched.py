@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.rollout.oracle import ask, load
+from verlite import progress
 from verlite.envs.step import Step
 from verlite.rollout import batched
 from verlite.rollout.batched import BatchedEngine
@@ -74,6 +75,19 @@ def raises(error):
         raise error
 
     return fault
+
+
+def test_heartbeats_see_steps_and_loads_also_between_two_calls(tiny_qwen2):
+    engine, core = start(tiny_qwen2)
+    pending, before = [], progress.here.steps
+    core.fault = lambda: pending.append(progress.here.pending)
+    ask(engine, [[5], [6]], SAMPLING)
+    engine.fingerprint()  # after the step
+    assert pending == [2] * 30 and progress.here.pending == 0
+    assert progress.here.steps == before + 30
+    load(engine, core.model, 1)
+    assert progress.here.steps == before + 31
+    engine.close()
 
 
 def test_failed_step_fails_all_requests(tiny_qwen2):

@@ -39,6 +39,20 @@ def base(tmp_path_factory, tiny_qwen2):
     ]
 
 
+KILLED_IN_STEP = """
+import os, signal
+from verlite.controller.worker_group import group
+from verlite.trainer import asynchronous
+inner = asynchronous.assign_mini_batches
+def faulty(run, batch):
+    if run.step == 2:
+        for worker in group(run.rollout).workers:
+            os.kill(int(worker.pid), signal.SIGKILL)
+    return inner(run, batch)
+asynchronous.assign_mini_batches = faulty
+"""
+
+
 def launch(tmp_path, name, options, before=""):
     return Launch(tmp_path / name, options, tmp_path / f"{name}.log", before, forked=True)
 
@@ -91,7 +105,8 @@ def check_samples(run, steps, max_age):
 
 
 def test_samples_are_trained_once_within_their_age(tmp_path, base, monkeypatch):
-    """A stop, a killed driver, an engine that dies: no prompt is lost or trained twice."""
+    """A stop, a killed driver, engines that die after a step has taken their samples and while
+    they sample: no prompt is lost or trained twice."""
     one_thread(monkeypatch)
     monkeypatch.setenv("MORTAL", str(tmp_path / "deaths"))
     (tmp_path / "deaths").mkdir()
@@ -105,8 +120,9 @@ def test_samples_are_trained_once_within_their_age(tmp_path, base, monkeypatch):
         "trainer.test_freq=5",
         "trainer.save_freq=3",
     ]
-    run = launch(tmp_path, "run", options)
+    run = launch(tmp_path, "run", options, KILLED_IN_STEP)
     run.until_step(4)
+    assert run.text().count("Started again in") == 1, run.text()
     run.process.kill()
     run.process.wait()
     run.assert_nothing_left()

@@ -14,6 +14,7 @@ from verlite.trainer.errors import StepAborted, TooFewGroups
 from verlite.trainer.groups import Groups, uid_of
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.stages import groups as stage
+from verlite.workers.rollout import KEPT, RolloutWorker
 
 SAMPLES = 2
 
@@ -75,7 +76,7 @@ def test_a_group_is_as_old_as_its_oldest_token_and_failed_rows_have_none(groups)
     assert groups.flow.groups[1].oldest == 1
 
 
-def test_a_dead_engine_loses_its_samples_but_not_those_of_the_current_step(groups):
+def test_a_dead_engine_loses_what_it_ran_and_nothing_that_was_finished(groups):
     groups.finish(answers(0, 1, 2))
     groups.in_step = groups.flow.choose()
     assert groups.in_step == [0, 1]
@@ -83,13 +84,31 @@ def test_a_dead_engine_loses_its_samples_but_not_those_of_the_current_step(group
     assert {number: group.state for number, group in groups.flow.groups.items()} == {
         0: State.READY,
         1: State.READY,
-        2: State.QUEUED,
+        2: State.READY,
         3: State.QUEUED,
     }
-    assert sorted(groups.answers) == [0, 1]
-    groups.finish(answers(2))  # said by nobody any more
-    assert sorted(groups.answers) == [0, 1]
-    assert sorted(n for part in groups.flow.assign().values() for n in part) == [2, 3]
+    assert sorted(groups.answers) == [0, 1, 2]
+    groups.finish(answers(3))  # said by nobody any more
+    assert sorted(groups.answers) == [0, 1, 2]
+    assert [n for part in groups.flow.assign().values() for n in part] == [3]
+
+
+def test_the_driver_keeps_the_tokens_of_finished_samples(groups, monkeypatch):
+    """References to values of an engine's process would be lost with it."""
+    kept = []
+
+    def keep(batch, names):
+        kept.append(names)
+        return batch.with_batch(kept=torch.ones(len(batch)))
+
+    monkeypatch.setattr(stage, "keep", keep)
+    monkeypatch.setattr(stage, "call_engines", lambda run, method, *args: [answers(0), answers(2)])
+    run = SimpleNamespace(groups=groups, plan=SimpleNamespace(filters_groups=False))
+    run.rollout = SimpleNamespace(finished=None)
+    stage.collect(run)
+    assert sorted(groups.answers) == [0, 2] and kept == [KEPT, KEPT]
+    assert all("kept" in answer.tensors() for answer in groups.answers.values())
+    assert not RolloutWorker.finished.__keep_remote__
 
 
 def test_samples_that_a_service_failed_are_forgotten(groups):

@@ -7,21 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from tests.trainer.runs import driver_state
-from verlite.control import events
 from verlite.control.flow import Flow, State
-from verlite.controller import columns
 from verlite.protocol.data import DataProto, equal, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling, Trajectory
 from verlite.trainer import checkpoints, saved_groups
 from verlite.trainer.checkpoints import Checkpoint
-from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups, uid_of
-from verlite.trainer.run import Run
 from verlite.trainer.stages import groups as stage
 from verlite.workers.rollout import DecodedResponse, as_columns
 
@@ -232,67 +227,3 @@ def test_a_full_disk_is_an_error_of_the_save(groups, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         saved_groups.write(tmp_path / "file", groups.answers, groups.requests, pytest.fail)
-
-
-def test_samples_of_a_dead_engine_are_left_out(groups, tmp_path, monkeypatch):
-    held = {"alive": groups.answers[3], "dead": None}
-    for number, chunk in ((2, "dead"), (3, "alive")):
-        refs = {
-            name: [columns.Ref(chunk, name, row) for row in range(SAMPLES)]
-            for name in ("response_ids", "text")
-        }
-        groups.answers[number] = groups.answers[number].with_non_tensor(
-            **{name: object_array(column) for name, column in refs.items()}
-        )
-    monkeypatch.setattr(
-        columns,
-        "_load_available",
-        lambda chunks, within_s: {
-            chunk: held[chunk].non_tensor_batch for chunk in chunks if held[chunk] is not None
-        },
-    )
-    again, warnings, _ = open_again(monkeypatch, *save(groups, tmp_path))
-    assert ready(again) == [3] and not warnings
-    assert list(again.answers[3].non_tensor_batch["text"]) == ["text 3"] * SAMPLES
-    groups.fetch()
-    assert groups.answers[3].non_tensor_batch["text"][0] == "text 3"
-    assert isinstance(groups.answers[2].non_tensor_batch["text"][0], columns.Ref)
-
-
-def test_a_worker_that_does_not_answer_holds_up_nothing_for_long(monkeypatch):
-    clock = [100.0]
-    asked: list[float | None] = []
-
-    def get(chunk: str, timeout: float | None) -> dict[str, list[int]]:
-        asked.append(timeout)
-        if chunk == "lost":
-            raise ray.exceptions.ObjectLostError("", None, "")
-        if chunk == "stuck":
-            clock[0] += timeout
-            raise ray.exceptions.GetTimeoutError
-        clock[0] += 1.0
-        return {"text": [chunk]}
-
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(columns, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    refs = [columns.Ref(chunk, "text", 0) for chunk in ("a", "lost", "stuck", "b")]
-    batch = DataProto.from_dict({}, {"text": object_array(refs)})
-    found = columns.fetch(batch, lost_as_none=True, within_s=10.0)
-    assert found.non_tensor_batch["text"].tolist() == ["a", None, None, "b"]
-    assert asked == [10.0, 9.0, 9.0, 0.0]
-    columns.fetch(batch[:1], lost_as_none=True)
-    assert asked[-1] is None
-
-
-def test_a_stop_fetches_them_before_the_engines_end(monkeypatch):
-    calls: list[str] = []
-    run: Any = object.__new__(Run)
-    run.groups = SimpleNamespace(fetch=lambda: calls.append("fetch"))
-    supervisor = SimpleNamespace(stop=lambda workers: calls.append("stop"))
-    run.workers = {"rollout": SimpleNamespace(supervisor=supervisor, workers=[])}
-    monkeypatch.setattr("verlite.trainer.run.group", lambda workers: workers)
-    run.obey([events.EndEngines()])
-    assert calls == ["fetch", "stop"]
-    with pytest.raises(StepAborted):
-        run.obey([events.GiveUp()])
-    assert calls == ["fetch", "stop"] * 2

@@ -347,15 +347,12 @@ class Flow:
 
     # Engines
 
-    def engine_lost(self, engine: int, ready: Collection[int] = ()) -> list[int]:
+    def engine_lost(self, engine: int) -> list[int]:
         """An engine has died. Put back what it ran. Returns the numbers, ascending.
 
         Nothing is assigned to it until `engine_back`. May be told twice.
-
-        ready: ready groups whose data were lost with it. Those that are not ready are ignored.
         """
-        running = self._running.get(engine, set())
-        numbers = sorted(running | self._ready.intersection(ready))
+        numbers = sorted(self._running.get(engine, set()))
         for number in numbers:
             self._take_out(self.groups[number])
             self._put_back(self.groups[number])

@@ -5,7 +5,6 @@ over ranks by their references. The values are in the object store of the node t
 They go directly to a node that fetches them, once for all ranks there.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -58,7 +57,6 @@ def fetch(
     batch: DataProto,
     names: Iterable[str] | None = None,
     lost_as_none: bool = False,
-    within_s: float | None = None,
 ) -> DataProto:
     """Return the batch with values in place of references.
 
@@ -68,8 +66,6 @@ def fetch(
     Args:
         names: the object columns to fetch; None fetches all.
         lost_as_none: return None for each value whose worker has died.
-        within_s: seconds after which values that have not come count as lost, with lost_as_none.
-            None: no limit.
 
     Raises:
         WorkerError: in the driver, if the worker that stored the values has died.
@@ -80,7 +76,7 @@ def fetch(
     if not refs:
         return batch
     chunks = list(dict.fromkeys(ref.chunk for ref in refs))
-    stored = _load_available(chunks, within_s) if lost_as_none else _load(chunks)
+    stored = _load_available(chunks) if lost_as_none else _load(chunks)
 
     def value_of(entry: Any) -> Any:
         if isinstance(entry, Ref):
@@ -110,17 +106,14 @@ def _load(chunks: list[Any]) -> dict[Any, dict[str, list[Any]]]:
         raise
 
 
-def _load_available(chunks: list[Any], within_s: float | None) -> dict[Any, dict[str, list[Any]]]:
-    """Return {chunk: {column name: values}} without the chunks whose worker has died, and without
-    those that have not come in time."""
+def _load_available(chunks: list[Any]) -> dict[Any, dict[str, list[Any]]]:
+    """Return {chunk: {column name: values}} without the chunks whose worker has died."""
     import ray
 
     found = {}
-    until = None if within_s is None else time.monotonic() + within_s
     for chunk in chunks:
-        left_s = None if until is None else max(0.0, until - time.monotonic())
-        with suppress(ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
-            found[chunk] = ray.get(chunk, timeout=left_s)
+        with suppress(ray.exceptions.ObjectLostError):
+            found[chunk] = ray.get(chunk)
     return found
 
 

@@ -156,11 +156,16 @@ class Heard:
         beat: its last heartbeat.
         heard: the receiver's time of that.
         moved: the receiver's time when its position last changed.
+        stepped: the receiver's time when its generation engine last made a step, or had nothing
+            to do.
+        pause_s: longest time between two steps so far; None before the first.
     """
 
     beat: Beat
     heard: float
     moved: float
+    stepped: float = 0.0
+    pause_s: float | None = None
 
 
 class Receiver:
@@ -215,8 +220,13 @@ class Receiver:
         name, beat = found
         known = self.heard.get(name)
         if known is None:
-            self.heard[name] = Heard(beat, self.clock, self.clock)
+            self.heard[name] = Heard(beat, self.clock, self.clock, self.clock)
         elif beat.number > known.beat.number:
-            if beat.at != known.beat.at:
+            before = known.beat.at
+            if beat.at != before:
                 known.moved = self.clock
+            if beat.at.steps != before.steps:
+                known.pause_s = max(known.pause_s or 0.0, self.clock - known.stepped)
+            if beat.at.steps != before.steps or not before.pending:
+                known.stepped = self.clock
             known.beat, known.heard = beat, self.clock

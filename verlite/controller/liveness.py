@@ -6,7 +6,7 @@ Plain functions of facts. `supervise` gathers the facts and acts.
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from verlite.controller.heartbeat import Heard
 from verlite.progress import Progress
@@ -16,6 +16,9 @@ END_FACTOR = 4
 times as long at the earliest: a file system or a network may pause for a minute."""
 ADAPTIVE_FACTOR = 10
 """A call without progress is ended after that many times the longest pause of its earlier calls."""
+IN_BACKGROUND = "finished"
+"""The call that asks for samples that were drawn in the background. It is short, so the steps of
+the engine count in its place."""
 NOT_JUDGED = ("construction", "load", "save", "export_hf", "fetch_weights")
 """Calls to which only the run's limit (`trainer.phase_timeout_s`) applies. The first four read or
 write large files, and storage may pause for many minutes. The last one waits for the trainer, whose
@@ -59,6 +62,14 @@ def rank_facts(rank: int, heard: Heard | None, clock: float, elapsed_s: float) -
         return Rank(rank, None, elapsed_s, None)
     still_s = min(elapsed_s, clock - heard.moved)
     return Rank(rank, clock - heard.heard, still_s, heard.beat.at, heard.beat.in_collective)
+
+
+def engine_facts(facts: Rank, heard: Heard | None, clock: float) -> Rank:
+    """Return the facts about a rank whose engine samples in the background: an engine with requests
+    makes no progress since its last step."""
+    if heard is None or not heard.beat.at.pending:
+        return facts
+    return replace(facts, still_s=max(facts.still_s, clock - heard.stepped))
 
 
 def is_silent(rank: Rank, timeout_s: float) -> bool:
@@ -130,7 +141,8 @@ def position(at: Progress | None) -> str:
     """Return a position as text: "update, mini-batch 1 of 4, micro-batch 2 of 8"."""
     if at is None:
         return "no heartbeat has arrived from it"
-    requests = "" if at.requests is None else f"{at.requests} unfinished requests"
+    count = at.pending or None if at.requests is None else at.requests
+    requests = "" if count is None else f"{count} unfinished requests"
     waits = f"waits for {at.waits_for}" if at.waits_for else ""
     parts = [at.call or "between two calls", at.part, at.turn, requests, waits]
     return ", ".join(part for part in parts if part)

@@ -70,6 +70,8 @@ class RankWatch:
         self._pauses: dict[tuple[str, str], float] = {}
         self._answered: dict[str, float] = {}
         self._checked = 0.0
+        self._named: set[str] = set()
+        """Engines whose background sampling was named as without progress."""
 
     def is_due(self) -> bool:
         """Return True at most once per CHECK_EVERY_S, and never without heartbeats."""
@@ -175,6 +177,8 @@ class RankWatch:
             workers, outstanding: of the run, for the stacks.
             run_s: `trainer.phase_timeout_s`.
         """
+        if future.method == liveness.IN_BACKGROUND:
+            return self._still_engines(future, workers, outstanding, run_s)
         facts = self.facts(future)
         judged = [rank for _, rank in facts if liveness.is_judged(rank, future.method)]
         in_group = any(rank.at is not None and rank.at.in_group for _, rank in facts)
@@ -205,6 +209,32 @@ class RankWatch:
             f"{text}. Stacks of all processes: {path}. The call is ended after {limit_s:.0f} s "
             "without progress"
         )
+        return None
+
+    def _still_engines(
+        self, future: Any, workers: Sequence[WorkerHandle], outstanding: Sequence[Any], run_s: float
+    ) -> Still | None:
+        """The same for engines that sample in the background, each on its own."""
+        clock = 0.0 if self.heartbeats is None else self.heartbeats.clock
+        for worker, facts in self.facts(future):
+            heard = self._heard(worker)
+            rank = liveness.engine_facts(facts, heard, clock)
+            if rank.still_s <= self.timeout_s:
+                if worker.heartbeat in self._named:
+                    self._named.discard(worker.heartbeat)
+                    self.warn(f"{worker.name} makes progress again")
+                continue
+            limit_s = liveness.end_limit(run_s, self.timeout_s, heard.pause_s if heard else None)
+            is_ended = rank.still_s > limit_s
+            is_late = (rank.silent_s or 0.0) > LATE_S
+            if not is_ended and (worker.heartbeat in self._named or is_late):
+                continue
+            path = write_stacks(workers, collect(workers, outstanding))
+            text = f"{describe(future, [rank], [worker])}. Stacks of all processes: {path}"
+            if is_ended:
+                return Still([worker], False, limit_s, text)
+            self._named.add(worker.heartbeat)
+            self.warn(f"{text}. The engine is replaced after {limit_s:.0f} s without progress")
         return None
 
     def finished(self, future: Any) -> None:

@@ -299,7 +299,7 @@ class BatchedEngine:
         self._version_before = self.version
         self.version = version
         self._not_ready_reason = None
-        self.last_step = time.monotonic()
+        self._moved(core)
 
     def _note_versions(self, core: Core) -> None:
         """Note that the current version sampled the newest tokens of running requests."""
@@ -429,11 +429,10 @@ class BatchedEngine:
         try:
             while not self._closing:
                 self._run_jobs(core)
-                progress.here.requests = core.pending()
+                progress.here.requests = progress.here.pending = core.pending()
                 if self._may_step(core):
                     self._resolve(core.step())
-                    self.last_step = time.monotonic()
-                    progress.tick()
+                    self._moved(core)
             self._fatal_error = EngineError("the engine was closed")
         except BaseException as error:  # requests that wait must always receive an answer
             self._fatal_error = EngineDied(
@@ -445,6 +444,13 @@ class BatchedEngine:
         _answer([(waiter, self._fatal_error) for waiter in self._waiting.values()])
         self._waiting.clear()
         core.close()
+
+    def _moved(self, core: Core) -> None:
+        """Note that a step or a load has ended."""
+        self.last_step = time.monotonic()
+        progress.here.pending = core.pending()
+        progress.here.steps += 1
+        progress.tick()
 
     def _may_step(self, core: Core) -> bool:
         """Whether there are requests, and verified weights for them."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto
-from verlite.trainer.saved_groups import fetched
 
 
 @dataclass
@@ -22,7 +21,8 @@ class Groups:
         rows: row of the training data, of each group that is not trained.
         undrawn: rows that the sampler has given, and that have no group yet.
         requests: the group's samples without responses (`batch.requests`).
-        answers: what the rollout worker returned, of each finished group.
+        answers: what the rollout worker returned, of each finished group. The driver keeps the
+            tokens, so they outlive the engine.
         in_step: the groups of the current step, until its updates are done.
         numbers: number of each group by its uid.
         judged: with filter_groups, the mean score of each group that has finished since the last
@@ -97,21 +97,10 @@ class Groups:
             del self.answers[number]
         self.in_step = []
 
-    def fetch(self) -> None:
-        """Fetch the samples of finished groups to the driver, because the engines are ended."""
-        self.answers |= fetched(self.answers)
-
     def engines_replaced(self, engines: Iterable[int]) -> None:
-        """Let the groups of engines that died be sampled again, also the finished ones: their
-        samples are lost with the process."""
+        """Let the groups that ran on engines that died be sampled again."""
         for engine in engines:
-            here = [
-                number
-                for number in self.answers
-                if self.flow.groups[number].engine == engine and number not in self.in_step
-            ]
-            for number in self.flow.engine_lost(engine, here):
-                self.answers.pop(number, None)
+            self.flow.engine_lost(engine)
             self.flow.engine_back(engine)
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,8 +5,9 @@ the call then uses `restart_engines`, gives all engines the weights (`stages.wei
 the call again to the new engines only. The seed of every sample is in its request, and a new engine
 gets the same rows as the dead one, so it draws the same samples.
 
-Samples of the dead engine that were finished but not yet read by the trainer are lost with its
-process. If it dies between generation and the step's first update, the run therefore ends.
+With trainer.mode=sync, samples of the dead engine that were finished but not yet read by the
+trainer are lost with its process. If it dies between generation and the step's first update, the
+run therefore ends.
 """
 
 import time

@@ -218,13 +218,10 @@ class Run:
 
     def obey(self, commands: list[events.Command]) -> events.Command | None:
         """End the engines if the machine says so, which frees their device memory for the
-        checkpoint, after the finished groups are fetched from them. Return the command that is
-        left."""
+        checkpoint. Return the command that is left."""
         following = None
         for command in commands:
             if isinstance(command, (events.GiveUp, events.EndEngines)):
-                if self.groups is not None:
-                    self.groups.fetch()
                 engines = group(self.workers["rollout"])
                 engines.supervisor.stop(engines.workers)
             if isinstance(command, events.GiveUp):

@@ -7,7 +7,6 @@ group that is not is sampled again, so nothing here refuses a checkpoint.
 """
 
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,11 @@ from verlite.trainer.checkpoints import Checkpoint
 from verlite.workers.rollout import as_columns
 
 FOLDER = "groups"
-FETCH_S = 10.0
-"""How long the samples may take to come from the workers' nodes. A group that has not come by then
-is left out: a worker that is stuck must not hold up a save."""
 _UNREADABLE = (
     *(OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError),
     *(RecursionError, RuntimeError),
 )
 """What reading a batch with unexpected contents raises."""
-
-
-def fetched(answers: Mapping[int, DataProto]) -> dict[int, DataProto]:
-    """Return the groups with values in place of references, without those whose worker has died or
-    does not answer."""
-    found = {}
-    until = time.monotonic() + FETCH_S
-    for number, answer in answers.items():
-        left_s = max(0.0, until - time.monotonic())
-        values = fetch(answer, lost_as_none=True, within_s=left_s)
-        if all(ids is not None for ids in values.non_tensor_batch[RESPONSE]):
-            found[number] = values
-    return found
 
 
 def write(
@@ -51,7 +34,7 @@ def write(
     requests: Mapping[int, DataProto],
     warn: Callable[[str], None],
 ) -> None:
-    """Write finished groups. Those whose samples are lost are left out.
+    """Write finished groups.
 
     Args:
         answers, requests: of each group, by number (`Groups`).
@@ -61,8 +44,8 @@ def write(
         OSError: they cannot be written.
     """
     parts = [
-        answer.select(meta_info_keys=[]).with_non_tensor(**_identity(requests[number]))
-        for number, answer in fetched(answers).items()
+        fetch(answer.select(meta_info_keys=[])).with_non_tensor(**_identity(requests[number]))
+        for number, answer in answers.items()
     ]
     if not parts:
         return
@@ -102,7 +85,7 @@ def read(
         for number in ready:
             own = requests[number]
             rows = batch.select_idxs(uids == own.non_tensor_batch["uid"][0])
-            if not len(rows):  # its worker had died
+            if not len(rows):
                 continue
             if _fits(rows, own, ready[number]):
                 found[number] = rows.pop([], ["uid", "sampling"])[1].select(meta_info_keys=[])

@@ -32,7 +32,7 @@ from verlite.weights.transport import Export, Offer
 from verlite.workers.background import Background, Waits
 from verlite.workers.weight_reader import WeightReader
 
-_KEPT = (
+KEPT = (
     "prompt_ids",
     "response_ids",
     "response_mask",
@@ -40,7 +40,7 @@ _KEPT = (
     "text",
     "transcript",
 )
-"""Columns of samples that stay on the worker's node."""
+"""Columns of samples that the driver has references to."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RolloutWorker(Worker):
         # trainer's, and an engine that does not survive sleep fails the check of the first step.
         self.engine.sleep()
 
-    @register("split", keep_remote=_KEPT)
+    @register("split", keep_remote=KEPT)
     def generate(self, requests: DataProto, sleep_after: bool) -> DataProto:
         """Sample a response to each request, and score each as soon as it is finished.
 
@@ -143,7 +143,7 @@ class RolloutWorker(Worker):
         )
         self._background.start([functools.partial(sample, rows) for rows in groups.values()])
 
-    @register("all", keep_remote=_KEPT)
+    @register("all")
     def finished(self, wait_s: float) -> DataProto:
         """Return the groups of `start` of which every sample has finished and been scored since the
         last call.

@@ -13,6 +13,7 @@ import torch
 from verlite.config.critical import code_contents
 from verlite.config.plan import steps_ahead
 from verlite.control.flow import Flow, State
+from verlite.controller.columns import keep
 from verlite.controller.failures import RankDied
 from verlite.protocol.data import DataProto
 from verlite.trainer import batch as batches
@@ -33,6 +34,7 @@ from verlite.trainer.stages.rollout import (
     with_signal,
 )
 from verlite.trainer.stages.weights import call_engines, replace_engines, sync_weights
+from verlite.workers.rollout import KEPT
 
 WAIT_S = 0.25
 """How long the engines wait for their next finished group before they answer that there is none. A
@@ -157,9 +159,12 @@ def _seeds(seed: int, step: int, count: int) -> list[int]:
 
 
 def collect(run: Run, wait_s: float = WAIT_S) -> None:
-    """Get the samples of finished groups. If an engine has none, it waits so long for one."""
+    """Get the samples of finished groups. If an engine has none, it waits so long for one.
+
+    The driver keeps them in its node's object store, where an engine that dies takes none along.
+    """
     for answer in call_engines(run, run.rollout.finished, False, wait_s):
-        for number in _groups(run).finish(answer):
+        for number in _groups(run).finish(keep(answer, KEPT)):
             if run.plan.filters_groups:
                 filter_group(run, number)
 
