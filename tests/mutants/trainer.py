@@ -17,6 +17,7 @@ from tests.mutants.patches import (
 
 ROLLOUT = "verlite.trainer.stages.rollout:"
 ADVANTAGE = "verlite.trainer.stages.advantage:"
+GAP = "verlite.trainer.log_prob_gap:"
 UPDATE = "verlite.trainer.stages.update:"
 WEIGHTS = "verlite.trainer.stages.weights:"
 BATCH = "verlite.trainer.batch:"
@@ -199,13 +200,13 @@ MUTANTS = [
     # log-probs, masks, advantages
     Mutant(
         "a mixture of experts may differ no more than a dense model",
-        ADVANTAGE + "gap_limit",
+        GAP + "gap_limit",
         calls(lambda original, run: 0.05),
         (STAGES,),
     ),
     Mutant(
         "the start-up log-prob check accepts any gap",
-        ADVANTAGE + "check_log_prob_gap",
+        GAP + "check_log_prob_gap",
         does_nothing,
         (STAGES,),
     ),

@@ -210,7 +210,7 @@ def give_up(run):
 
 def test_weights_go_to_engines_that_run(groups, monkeypatch):
     run, called = publishing(groups, monkeypatch, collect=lambda run: groups.finish(answers(2)))
-    stage.publish_weights(run)
+    stage.sync_running_engines(run)
     assert called == ["collect", "sync_weights", "start_groups"]
     assert list(groups.answers) == [2], "for the step's checkpoint"
     assert run.version == groups.flow.version == 2 and groups.flow.step == 1
@@ -219,7 +219,7 @@ def test_weights_go_to_engines_that_run(groups, monkeypatch):
 def test_without_swaps_the_running_samples_are_finished_first(groups, monkeypatch):
     groups.flow.swaps = False
     run, called = publishing(groups, monkeypatch, collect=lambda run: groups.finish(answers(2, 3)))
-    stage.publish_weights(run)
+    stage.sync_running_engines(run)
     assert called == ["collect", "sync_weights", "start_groups"] and run.version == 2
 
 
@@ -228,19 +228,19 @@ def test_a_stop_waits_for_no_sample_and_keeps_the_step(groups, monkeypatch, requ
     """The updates are done: leaving here would save them as the step before."""
     groups.flow.swaps = False
     run, called = publishing(groups, monkeypatch, collect=request_of)
-    stage.publish_weights(run)
+    stage.sync_running_engines(run)
     assert called == ["collect"]
     assert groups.flow.step == 1 and run.version == 2 and sorted(groups.rows) == [2, 3]
 
 
 def test_a_stop_while_groups_are_started_keeps_the_step(groups, monkeypatch):
     run, called = publishing(groups, monkeypatch, start_groups=give_up)
-    stage.publish_weights(run)
+    stage.sync_running_engines(run)
     assert called == ["collect", "sync_weights", "start_groups"] and run.version == 2
 
 
 def test_nothing_is_asked_for_if_nothing_runs(groups, monkeypatch):
     groups.finish(answers(2, 3))
     run, called = publishing(groups, monkeypatch)
-    stage.publish_weights(run)
+    stage.sync_running_engines(run)
     assert called == ["sync_weights", "start_groups"]

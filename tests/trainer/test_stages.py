@@ -24,11 +24,11 @@ from verlite.protocol.ragged import ragged
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling
 from verlite.spec.correction import RolloutCorrection
+from verlite.trainer import log_prob_gap
 from verlite.trainer.batch import fetch_padded, to_ranks
 from verlite.trainer.errors import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.run import Run
-from verlite.trainer.stages import advantage as advantage_stage
 from verlite.trainer.stages.advantage import (
     advantages,
     loss_mask,
@@ -369,12 +369,12 @@ def test_samples_of_older_weights_do_not_compare_trainer_and_engine(
     def record(run, batch, gap):
         seen.append(gap["training/log_prob_gap"])
 
-    monkeypatch.setattr(advantage_stage, "check_log_prob_gap", record)
+    monkeypatch.setattr(log_prob_gap, "check_log_prob_gap", record)
     batch = rewarded_batch(["done"] * 2).with_batch(
         oldest_version=torch.tensor(versions), gap_sums=torch.stack(rows)
     )
     gap = gap_metrics(gap_totals(batch.batch["gap_sums"]))
-    advantage_stage.check_first_step(fake_run(groups=object(), version=3), batch, gap)
+    log_prob_gap.check_first_step(fake_run(groups=object(), version=3), batch, gap)
     assert seen == gaps
 
 

@@ -1,7 +1,7 @@
 """The sampling loop of one trajectory, for a single answer and for many turns with an environment.
 
 The context only grows: sampled ids are kept exactly as sampled, and observations are tokenized once
-    and appended. The environment receives decoded text; that text is never tokenized again.
+and appended. The environment receives decoded text; that text is never tokenized again.
 """
 
 import asyncio

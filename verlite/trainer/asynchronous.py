@@ -14,7 +14,7 @@ from verlite.trainer.stages.advantage import (
     reference_log_probs,
     values,
 )
-from verlite.trainer.stages.groups import finished_groups, first_weights, publish_weights
+from verlite.trainer.stages.groups import finished_groups, first_weights, sync_running_engines
 from verlite.trainer.stages.update import assign_mini_batches, update_actor, update_critic
 
 
@@ -32,5 +32,5 @@ def train(run: Run) -> None:
         batch = advantages(run, batch)  # rewards advantages returns
         update_critic(run, batch)
         update_actor(run, batch)
-        publish_weights(run)
+        sync_running_engines(run)
         finish_step(run, batch)  # metrics, samples, validation, checkpoint

@@ -1,16 +1,13 @@
-"""The advantage phase: log-probs, the loss mask, values and advantages of the step's samples."""
+"""From samples to advantages: log-probs, the loss mask, values, advantages."""
 
 import torch
-from tensordict import TensorDict
 
 from verlite.algorithms.gap import gap_metrics, gap_totals
-from verlite.config.compile import model_spec
-from verlite.engine.folder import experts_of, load_config
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import clear_rows
 from verlite.rollout.types import Status
-from verlite.trainer.batch import fetch_padded, seeds, to_one_rank, to_ranks
-from verlite.trainer.errors import LogProbGap
+from verlite.trainer.batch import seeds, to_one_rank, to_ranks
+from verlite.trainer.log_prob_gap import check_first_step
 from verlite.trainer.run import Run, stage
 from verlite.workers.advantage import (
     REWARD_KL,
@@ -30,17 +27,6 @@ _ESTIMATOR_FIELDS = (
     "rollout_is_weights",
 )
 """Columns that advantages of tokens depend on."""
-
-
-GAP_KEY = "actor_rollout_ref.rollout.log_prob_gap_limit"
-GAP_LIMIT = 0.05
-GAP_LIMIT_OF_EXPERTS = 0.15
-"""Three times what a healthy mixture of experts may show in bfloat16.
-
-Ma et al. (arXiv 2510.11370) measure KL(rollout, trainer) = 1.5e-3 for Qwen3-30B-A3B, whose routers
-differ in about 10% of the choices, and 6.4e-4 for the dense Qwen3-8B. The mean gap is at most its
-root mean square, about sqrt(2 KL): 0.055, and 0.036.
-"""
 
 
 @stage("old_log_prob")
@@ -71,73 +57,6 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     # Drop them if the plan does not need them; otherwise a resumed run, whose first step is another
     # one, would compute different numbers.
     return measured if run.plan.needs_old_log_probs else batch
-
-
-def check_first_step(run: Run, measured: DataProto, gap: dict[str, float]) -> None:
-    """Compare trainer and rollout engine in the first step of a process; see `check_log_prob_gap`.
-
-    Samples of older weights, which a checkpoint of asynchronous training has, do not compare them.
-    If the step has no others, only the log-prob probe of the first weight sync has.
-    """
-    if run.groups is not None:
-        versions = measured.batch["oldest_version"]  # -1 without a token
-        if ((versions >= 0) & (versions < run.version)).any():
-            measured = measured.select_idxs(versions == run.version)
-            gap = gap_metrics(gap_totals(measured.batch["gap_sums"]))
-            if not gap:
-                return
-    check_log_prob_gap(run, measured, gap)
-
-
-def check_log_prob_gap(run: Run, batch: DataProto, gap: dict[str, float]) -> None:
-    """Raise LogProbGap if trainer and rollout engine disagree before the first update."""
-    if not gap:
-        errors = batch.non_tensor_batch["error"]
-        reason = next(filter(None, errors), "all responses are empty")
-        raise LogProbGap(
-            "the first step has no sampled token that counts, so trainer and rollout engine cannot "
-            f"be compared: {reason}"
-        )
-    limit = gap_limit(run)
-    mean_gap = gap["training/log_prob_gap"]
-    if not mean_gap <= limit:  # also for NaN
-        t = fetch_padded(batch, "old_log_probs", "rollout_log_probs")
-        raise LogProbGap(
-            f"mean |log p_train - log p_rollout| is {mean_gap:.2e} before the first update; "
-            f"{GAP_KEY}={limit}. {_diagnose_gap(t)} If only rounding is left, raise {GAP_KEY}."
-        )
-
-
-def gap_limit(run: Run) -> float:
-    """Return rollout.log_prob_gap_limit, or what null means for this model and these dtypes."""
-    policy = run.config.actor_rollout_ref
-    if policy.rollout.log_prob_gap_limit is not None:
-        return policy.rollout.log_prob_gap_limit
-    if run.plan.train_dtype == run.plan.rollout_dtype == "float32":
-        return GAP_LIMIT
-    experts, _ = experts_of(load_config(model_spec(policy.model)))
-    return GAP_LIMIT_OF_EXPERTS if experts else GAP_LIMIT
-
-
-def _diagnose_gap(t: TensorDict) -> str:
-    """Diagnose the mismatch from its position."""
-    gap = (t["old_log_probs"] - t["rollout_log_probs"]).abs()
-    mask = t["response_mask"].bool()
-    first = torch.zeros_like(mask)
-    first[torch.arange(len(mask)), mask.int().argmax(1)] = mask.any(1)
-    rest = mask & ~first
-    at_first = gap[first].mean().item()
-    after = gap[rest].mean().item() if rest.any() else 0.0
-    if at_first > 10 * after:
-        return (
-            f"The gap is on the first response token ({at_first:.1e}, {after:.1e} after it): a "
-            "position is off by one."
-        )
-    return (
-        f"The gap is on all tokens ({at_first:.1e} on the first, {after:.1e} after it): check the "
-        "weights' dtype (rollout.dtype, fsdp_config.dtype), top_p and top_k, and whether the "
-        "engine computes this model differently."
-    )
 
 
 @stage("adv")

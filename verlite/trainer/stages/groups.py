@@ -198,7 +198,7 @@ def _generations(run: Run) -> int:
     return -(-(run.plan.prompts + left_out) // run.plan.gen_prompts)
 
 
-def publish_weights(run: Run) -> None:
+def sync_running_engines(run: Run) -> None:
     """Give the engines the weights of the step, with which they go on. Then start the groups that
     may be sampled now.
 

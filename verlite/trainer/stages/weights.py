@@ -10,9 +10,9 @@ from verlite.controller.failures import RankDied
 from verlite.controller.worker_group import submit
 from verlite.protocol.metrics import Metrics
 from verlite.trainer.errors import StepAborted
+from verlite.trainer.log_prob_gap import gap_limit
 from verlite.trainer.recovery import restart_engines
 from verlite.trainer.run import Run, stage
-from verlite.trainer.stages.advantage import gap_limit
 from verlite.weights.probe import probe_limit
 from verlite.workers.inference import InferenceWorker
 from verlite.workers.rollout import RolloutWorker
@@ -106,8 +106,8 @@ def call_engines(
 def replace_engines(run: Run, died: RankDied) -> None:
     """Start new engines in place of dead ones, and give all of them the weights.
 
-    While the weights of a step wait to be published (`stages.groups.publish_weights`), the actor
-    has them already, and the publication gives them to all.
+    While the weights of a step wait to be published (`stages.groups.sync_running_engines`), the
+    actor has them already, and the publication gives them to all.
 
     Raises:
         StepAborted, WorkerError: see `restart_engines`.
