@@ -150,8 +150,11 @@ def written(folder, **parts) -> str:
 
 @pytest.mark.parametrize(("part", "text", "message"), BROKEN, ids=[row[2] for row in BROKEN])
 def test_each_broken_promise_is_named(tmp_path, monkeypatch, part, text, message):
-    monkeypatch.setattr(contract, "STEP_LIMIT_S", 0.3)
-    monkeypatch.setattr(contract, "BLOCKED_S", 0.05)
+    # Only where the limit is what is broken: on a busy machine others would exceed it, too.
+    if "sleep(9)" in text:
+        monkeypatch.setattr(contract, "STEP_LIMIT_S", 0.3)
+    if "time.sleep" in text:
+        monkeypatch.setattr(contract, "BLOCKED_S", 0.05)
     parts = {part: text}
     if "self.info.turns" in text:
         parts["factory"] = SHARED
