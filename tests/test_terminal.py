@@ -15,7 +15,7 @@ from tests.report.test_samples import SEARCHED
 from tests.trainer.runs import driver_state
 from verlite.cli import app
 from verlite.controller import stop
-from verlite.terminal import CleanStream, clean, console
+from verlite.terminal import CleanStream, Countdown, clean, console
 from verlite.trainer import checkpoints
 from verlite.trainer.display import Display
 from verlite.trainer.ending import print_error
@@ -140,15 +140,36 @@ def test_text_of_people_is_unchanged() -> None:
     assert stream.getvalue() == text + "a\\x1b\\udcff\n"
 
 
-def test_colors_reach_the_terminal_also_beside_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def terminal_below(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Return a terminal below the cleaned streams of this process."""
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    below = Terminal()
-    monkeypatch.setattr("sys.stdout", CleanStream(below))
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", CleanStream(terminal))
+    monkeypatch.setattr("sys.stderr", CleanStream(terminal))
+    return terminal
+
+
+def test_a_countdown_shows_an_address_and_markup_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    below = terminal_below(monkeypatch)
+    with Countdown() as countdown:
+        for seconds in (2, 1):
+            countdown.show(f"waiting for [fe80::1]:6379: {EVIL}, giving up in {seconds} s")
+    text = below.getvalue()
+    assert "[fe80::1]:6379" in text and "[x][/x][bold]:warning:" in text
+    assert "\x1b]" not in text and "\x1b[2J\x1b[31m" not in text and "\x9b" not in text
+
+
+def test_colors_reach_the_terminal_also_beside_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = terminal_below(monkeypatch)
     display = Display()
     display.begin(total_steps=2)
     print(f"a library {EVIL}")

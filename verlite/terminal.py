@@ -128,10 +128,13 @@ class Countdown:
         """Update the line."""
         now = time.monotonic()
         if sys.stderr.isatty():
+            from rich.text import Text
+
+            line = Text(text)  # of a str, rich would read the markup: [fe80::1] would be lost
             if self._status is None:
-                self._status = console(stderr=True).status(text)
+                self._status = console(stderr=True).status(line)
                 self._status.start()
-            self._status.update(text)
+            self._status.update(line)
         elif self._last_print is None or now - self._last_print > PRINT_EVERY_S:
             self._last_print = now
             print(text, file=sys.stderr, flush=True)

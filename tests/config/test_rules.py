@@ -873,6 +873,9 @@ def test_embeddings_that_depend_on_the_longest_sequence_limit_the_length(materia
         with pytest.raises(ConfigError, match=f"{key}=.*rope_type={kind}.* to 8192") as error:
             material.load(model, *more)
         assert len(error.value.problems) == 1
+    critic = ("algorithm.adv_estimator=gae", f"critic.model.path={tmp_path}")
+    with pytest.raises(ConfigError, match=f"rope_type={kind}.* to 8192"):
+        material.load(*critic, "critic.ppo_micro_batch_size_per_gpu=1", longer)
 
 
 def test_hub_model_needs_no_folder(material):

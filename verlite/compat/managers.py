@@ -27,14 +27,14 @@ from verlite.rewards.result import BadReturn
 
 RawRewardFn = Callable[..., Any]
 """A reward function."""
-REGISTRY: dict[str, type] = {}
+REWARD_MANAGER_REGISTRY: dict[str, type] = {}
 
 
 def register(name: str) -> Callable[[type], type]:
     """Return a decorator that records a manager class."""
 
     def decorate(cls: type) -> type:
-        REGISTRY[name] = cls
+        REWARD_MANAGER_REGISTRY[name] = cls
         return cls
 
     return decorate
@@ -42,9 +42,10 @@ def register(name: str) -> Callable[[type], type]:
 
 def get_reward_manager_cls(name: str) -> type:
     """Return the class that was registered under a name. Raises ValueError."""
-    if name not in REGISTRY:
-        raise ValueError(f"no reward manager {name!r}; registered: {', '.join(REGISTRY)}")
-    return REGISTRY[name]
+    if name not in REWARD_MANAGER_REGISTRY:
+        known = ", ".join(REWARD_MANAGER_REGISTRY)
+        raise ValueError(f"no reward manager {name!r}; registered: {known}")
+    return REWARD_MANAGER_REGISTRY[name]
 
 
 class AbstractRewardManager(ABC):

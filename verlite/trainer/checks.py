@@ -19,6 +19,7 @@ from verlite.config.compile import (
     service_spec,
 )
 from verlite.config.plan import scores_remotely
+from verlite.config.rules.models import rotary_limit
 from verlite.config.schema import ModelConfig
 from verlite.controller import head
 from verlite.data.dataset import (
@@ -238,6 +239,14 @@ def _resolve(name: str, table: Mapping[str, Any], key: str) -> None:
         resolve(name, table, key)
     except ValueError as error:
         raise RunRefused(str(error)) from error
+
+
+def positions(found: Preflight) -> None:
+    """Refuse sequences that are longer than the model's rotary embedding allows, as transformers
+    reads its config.json: the rules know neither a model from the hub nor all names of old files.
+    Raises RunRefused."""
+    for problem in rotary_limit(found.config, found.described.get_text_config().to_dict()):
+        raise RunRefused(str(problem))
 
 
 def trainable_critic(found: Preflight) -> None:

@@ -73,6 +73,7 @@ CHECKS = (
     Check("estimator", _RL + "estimator", LIBRARIES, (RL,), needs=(CODE,)),
     Check("policy loss", _RL + "policy_loss", LIBRARIES, (RL,), needs=(CODE,)),
     Check("model configuration", _COMMON + "model_configuration", LIBRARIES, needs=(MODEL,)),
+    Check("positions", _RL + "positions", LIBRARIES, (RL,), uses=("model configuration",)),
     Check("tokenizer", _COMMON + "tokenizer", LIBRARIES, needs=(MODEL,)),
     Check(
         "reference model",

@@ -1,7 +1,7 @@
 """Model folders, adapters and tokenizers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
 from verlite.config.rules.devices import shared_sequences
 from verlite.config.rules.errors import MODEL, OPTIMIZER, violations
-from verlite.config.schema import ModelConfig
+from verlite.config.schema import Config, ModelConfig
 from verlite.spec.rope import position_limit
 
 POLICY = "actor_rollout_ref.model."
@@ -128,6 +128,7 @@ def model_fits(context: Context) -> Iterator[Problem]:
         if key == f"{POLICY}path":
             described |= context.config.actor_rollout_ref.model.override_config
             yield from _policy_fits(context, described)
+        yield from rotary_limit(context.config, described)
         yield from _heads_fit(context, key, described)
 
 
@@ -203,19 +204,6 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
             f"{longest} tokens, but the model has {positions} positions",
             "Lower one of the two, or use a model with a longer context.",
         )
-    limit = position_limit(described)
-    if limit is not None and max(longest, rollout.max_model_len or 0) > limit[1]:
-        key = "data.max_response_length"
-        if longest <= limit[1]:
-            key = "actor_rollout_ref.rollout.max_model_len"
-        yield Problem(
-            key,
-            rollout.max_model_len if longest <= limit[1] else data.max_response_length,
-            f"beyond {limit[1]} tokens the model's rotary embedding (rope_type={limit[0]}) of a "
-            "sequence depends on the longest sequence of its pass",
-            f"Lower data.max_prompt_length + data.max_response_length = {longest}, and "
-            f"rollout.max_model_len if it is set, to {limit[1]}.",
-        )
     heads = described.get("num_attention_heads")
     size = rollout.tensor_model_parallel_size
     if not isinstance(heads, int) or plan.resolve_rollout(rollout.name) != "vllm":
@@ -227,6 +215,30 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
             f"must divide the model's {heads} attention heads",
             nearest_legal(heads, size),
         )
+
+
+def rotary_limit(config: Config, described: Mapping[str, Any]) -> Iterator[Problem]:
+    """Report sequences beyond the tokens up to which a model's rotary embedding of a sequence does
+    not depend on the others of its pass.
+
+    Args:
+        described: the values of the model's config.json, or of its text_config.
+    """
+    limit = position_limit(described)
+    longest, chosen = plan.longest_sequence(config), config.actor_rollout_ref.rollout.max_model_len
+    if limit is None or max(longest, chosen or 0) <= limit[1]:
+        return
+    key, value = "data.max_response_length", config.data.max_response_length
+    if longest <= limit[1]:
+        key, value = "actor_rollout_ref.rollout.max_model_len", chosen or 0
+    yield Problem(
+        key,
+        value,
+        f"beyond {limit[1]} tokens the model's rotary embedding (rope_type={limit[0]}) of a "
+        "sequence depends on the longest sequence of its pass",
+        f"Lower data.max_prompt_length + data.max_response_length = {longest}, and "
+        f"rollout.max_model_len if it is set, to {limit[1]}.",
+    )
 
 
 def _heads_fit(context: Context, key: str, described: dict[str, Any]) -> Iterator[Problem]:
