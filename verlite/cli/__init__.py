@@ -12,6 +12,7 @@ import typer
 from verlite import __version__
 from verlite.cli import before_run, cluster, convert, launch, own, runs, serve
 from verlite.cli.common import fail
+from verlite.cli.simulate import simulate
 from verlite.terminal import clean_output
 
 PASS_THROUGH = {
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command(context_settings=PASS_THROUGH)(before_run.check)
 app.command(context_settings=PASS_THROUGH)(before_run.plan)
+app.command(context_settings=PASS_THROUGH)(simulate)
 app.command()(before_run.explain)
 app.command()(own.data)
 app.command()(runs.ls)

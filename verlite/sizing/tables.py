@@ -140,10 +140,15 @@ def model_table(config: Config, plan: Plan, models: RunModels) -> "Table":
     return facts_table("model, counted from config.json", rows)
 
 
-def step_flops(config: Config, plan: Plan, models: RunModels) -> dict[str, int]:
-    """Return the floating-point operations of each part of a step whose samples all have the
-    longest length. Generation is one forward pass per token."""
-    length = plan.longest_sequence
+def step_flops(
+    config: Config, plan: Plan, models: RunModels, length: int | None = None
+) -> dict[str, int]:
+    """Return the floating-point operations of each part of a step. Generation is one forward pass
+    per token.
+
+    length: of all its samples, in tokens. None: the longest.
+    """
+    length = length or plan.longest_sequence
     tokens = plan.batch_size * length
     forward = tokens * models.policy.forward_flops(length)
     recomputes = config.actor_rollout_ref.model.enable_gradient_checkpointing

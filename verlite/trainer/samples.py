@@ -269,6 +269,9 @@ def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> di
     oldest = t.get("oldest_version", t["weight_version"])[row].item()
     if oldest != record["weight_version"]:  # trainer.mode=async
         record["oldest_version"] = oldest
+    for name in ("gen_seconds", "tool_seconds"):  # with turns
+        if name in t.keys():
+            record[name] = round(t[name][row].item(), _DECIMALS)
     for name in ("transcript", "turn_infos"):
         if name in columns and columns[name][row] is not None:
             record[name] = columns[name][row]

@@ -1,0 +1,130 @@
+"""The samples of a run that does not exist yet: lengths and tool latencies from quantiles."""
+
+import functools
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+from verlite.sizing.simulation import Sample, Turn, Workload
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """A distribution of positive numbers.
+
+    points: (share, value), ascending. One: a constant. Two: the lognormal distribution through
+        them. More: straight lines between the logarithms of the values, and none beyond the ends.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, share: float) -> float:
+        """Return the quantile of a share between 0 and 1."""
+        points = self.points
+        if len(points) == 1:
+            return points[0][1]
+        if len(points) == 2:
+            (low, first), (high, last) = points
+            slope = math.log(last / first) / (_NORMAL.inv_cdf(high) - _NORMAL.inv_cdf(low))
+            distance = _NORMAL.inv_cdf(min(max(share, 1e-12), 1 - 1e-12)) - _NORMAL.inv_cdf(low)
+            return first * math.exp(slope * distance)
+        share = min(max(share, points[0][0]), points[-1][0])
+        for (low, first), (high, last) in zip(points, points[1:], strict=False):
+            if share <= high:
+                return first * (last / first) ** ((share - low) / (high - low))
+        raise AssertionError("the last share is the largest")
+
+    def mean(self, most: float = math.inf) -> float:
+        """Return the mean of the values, those above `most` cut to it."""
+        return fmean(min(self.at((place + 0.5) / 1000), most) for place in range(1000))
+
+    def __str__(self) -> str:
+        if len(self.points) == 1:
+            return f"{self.points[0][1]:g}"
+        return " ".join(f"p{100 * share:g}={value:g}" for share, value in self.points)
+
+
+def parse_quantiles(text: str, option: str) -> Quantiles:
+    """Return the distribution of "1500", "p50=1500 p99=12000", or with more quantiles.
+
+    Raises:
+        ValueError: names the option, its value and the rule.
+    """
+    rule = (
+        f'{option} {text!r} must be a number above 0, as in "1500", or quantiles that rise, as in '
+        '"p50=1500 p99=12000": two are those of a lognormal distribution, more are joined'
+    )
+    words = text.replace(",", " ").split()
+    try:
+        if len(words) == 1 and "=" not in words[0]:
+            points = [(0.5, float(words[0]))]
+        else:
+            found = [re.fullmatch(r"p([\d.]+)=(\S+)", word) for word in words]
+            points = [(float(one[1]) / 100, float(one[2])) for one in found if one]
+            if len(points) < max(2, len(found)):
+                raise ValueError(rule)
+    except ValueError as error:
+        raise ValueError(rule) from error
+    shares, values = zip(*points, strict=True)
+    rises = list(shares) == sorted(set(shares)) and list(values) == sorted(values)
+    ends = (0 < shares[0], shares[-1] < 1) if len(points) == 2 else (True, shares[-1] <= 1)
+    if not (rises and all(ends) and 0 < values[0] and values[-1] < math.inf):
+        raise ValueError(rule)
+    return Quantiles(tuple(points))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples that are drawn independently of each other.
+
+    Attributes:
+        samples: rollout.n.
+        prompt: tokens of each prompt.
+        response: tokens that the policy samples, over all its turns, which share them evenly.
+        longest: largest number of these.
+        calls: tool calls of each sample. tool_s: seconds of each. observation: its tokens.
+    """
+
+    samples: int
+    prompt: int
+    response: Quantiles
+    longest: int
+    calls: int = 0
+    tool_s: Quantiles | None = None
+    observation: int = 0
+
+    def mean_tokens(self) -> float:
+        """Return the mean length of a sample, prompt included."""
+        return self.prompt + self.response.mean(self.longest) + self.calls * self.observation
+
+    def __str__(self) -> str:
+        text = f"prompts of {self.prompt:,} tokens, responses of {self.response} tokens"
+        if self.calls:
+            latency = f" that take {self.tool_s} s" if self.tool_s else ""
+            text += f", {self.calls} tool calls{latency}"
+        return text
+
+    def workload(self, seed: int = 0) -> Workload:
+        """Return the samples by prompt. Every mode that is simulated gets the same."""
+
+        @functools.cache
+        def group(number: int) -> Sequence[Sample]:
+            draw = random.Random(f"{seed}/{number}")
+            return [self._sample(draw) for _ in range(self.samples)]
+
+        return group
+
+    def _sample(self, draw: random.Random) -> Sample:
+        tokens = min(self.longest, max(1, round(self.response.at(draw.random()))))
+        turns = []
+        for call in range(self.calls):
+            seconds = self.tool_s.at(draw.random()) if self.tool_s else 0.0
+            share = tokens * (call + 1) // (self.calls + 1) - tokens * call // (self.calls + 1)
+            turns.append(Turn(share, seconds, self.observation))
+        turns.append(Turn(tokens - sum(turn.tokens for turn in turns)))
+        return Sample(self.prompt, tuple(turns))
