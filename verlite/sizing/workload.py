@@ -36,7 +36,7 @@ class Quantiles:
         share = min(max(share, points[0][0]), points[-1][0])
         for (low, first), (high, last) in zip(points, points[1:], strict=False):
             if share <= high:
-                return first * (last / first) ** ((share - low) / (high - low))
+                return first * math.pow(last / first, (share - low) / (high - low))
         raise AssertionError("the last share is the largest")
 
     def mean(self, most: float = math.inf) -> float:
