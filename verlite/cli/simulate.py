@@ -190,7 +190,7 @@ def _recorded(
     loaded = load_config([*saved, *rest], "verlite simulate", elsewhere=True)
     plan = make_plan(loaded.config, count_rows=False)
     own = modes.settings_of(loaded.config, plan)
-    workload = recorded.workload(plan.samples_per_prompt)
+    workload = recorded.workload()
     found = modes.compared(workload, costs, plan, own, recorded.steps, is_whole=True)
     names = ("timing_s/step", "timing_s/gen", "perf/throughput", "async/age/mean")
     measured = {name: recorded.mean(name) for name in names}

@@ -17,13 +17,16 @@ from verlite.sizing.simulation import (
     Sample,
     Settings,
     Turn,
+    Work,
     Workload,
     simulate,
 )
 from verlite.trainer.tracking import METRICS, read_lines
 
-FITS = 6
+FITS = 20
 """How often the engine's costs are fitted. Which samples run at the same time depends on them."""
+FITTED = 2_000
+"""Samples that are enough for that."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Recorded:
         run_dir: where it is.
         lines: metrics of each step, without the warm-up.
         steps: number of steps, with the warm-up.
+        samples: of each prompt.
         groups: samples of each prompt that was saved whole, by the prompt's number.
         pool: the samples to draw others from, with how many samples of the run each stands for.
         share: of the run's samples that `groups` has.
@@ -42,6 +46,7 @@ class Recorded:
     run_dir: Path
     lines: list[dict[str, Any]]
     steps: int
+    samples: int
     groups: dict[int, list[Sample]]
     pool: list[tuple[Sample, float]]
     share: float
@@ -50,12 +55,9 @@ class Recorded:
         """Return the mean of a metric over the steps."""
         return fmean(line.get(key) or default for line in self.lines)
 
-    def workload(self, samples: int) -> Workload:
+    def workload(self) -> Workload:
         """Return the samples by prompt: those of the run in their order, and after its end again.
-        Samples that were not saved are drawn from those that were.
-
-        samples: of each prompt.
-        """
+        Samples that were not saved are drawn from those that were."""
         values, weights = zip(*self.pool, strict=True)
         total = list(itertools.accumulate(weights))
         drawn: dict[int, list[Sample]] = {}
@@ -68,7 +70,7 @@ class Recorded:
                 return self.groups[whole[number % len(whole)]]
             if number not in drawn:
                 draw = random.Random(number)
-                drawn[number] = draw.choices(values, cum_weights=total, k=samples)
+                drawn[number] = draw.choices(values, cum_weights=total, k=self.samples)
             return drawn[number]
 
         return group
@@ -104,7 +106,9 @@ def read_recorded(run_dir: Path, plan: Plan) -> Recorded:
             "trainer.rollouts_per_step=-1, which keeps all of them."
         )
     share = sum(map(len, groups.values())) / (len(lines) * plan.batch_size)
-    return Recorded(run_dir, lines[WARM_UP:], len(lines), groups, pool, share)
+    return Recorded(
+        run_dir, lines[WARM_UP:], len(lines), plan.samples_per_prompt, groups, pool, share
+    )
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
@@ -215,26 +219,42 @@ def _between(lines: Sequence[dict[str, Any]]) -> float:
 
 
 def _fit_samples(recorded: Recorded, settings: Settings, costs: Costs) -> Costs:
-    """Fit the engine's costs to the seconds that each sample waited for it."""
-    workload = recorded.workload(recorded_samples(recorded))
-    measured = [s.gen_s / (s.sampled or 1) for s, _ in recorded.pool if s.gen_s is not None]
-    costs = replace(costs, decode_step_s=median(measured) or 1e-6)
+    """Fit the engine's costs to the seconds that each sample waited for it.
+
+    Which samples run at the same time follows from the costs, so both are found in turn.
+    """
+    workload = recorded.workload()
+    rates = [s.gen_s / max(1, s.sampled) for s, _ in recorded.pool if s.gen_s is not None]
+    costs = replace(costs, decode_step_s=max(median(rates) / 2, 1e-9))
+    steps = max(4, FITTED // (settings.prompts * recorded.samples))
+    if recorded.share == 1:
+        steps = min(recorded.steps, steps)
     for _ in range(FITS):
-        found = simulate(workload, costs, settings, min(recorded.steps, 10))
-        rows = [(*work, sample.gen_s) for sample, work in found.work if sample.gen_s is not None]
-        costs = replace(costs, **_least_squares(rows))
+        is_whole = steps == recorded.steps
+        found = simulate(workload, costs, settings, steps, is_whole=is_whole)
+        fitted = _least_squares(_rows(found.work))
+        costs = replace(costs, **{n: (getattr(costs, n) + v) / 2 for n, v in fitted.items()})
     return costs
 
 
-def recorded_samples(recorded: Recorded) -> int:
-    """Return the samples of each prompt."""
-    return max(map(len, recorded.groups.values()), default=1)
+def _rows(work: Sequence[tuple[Sample, Work]]) -> list[tuple[float, ...]]:
+    """Return the mean work of the engine for each sample, and the seconds that it was measured. A
+    sample that stands for others is simulated several times."""
+    by_sample: dict[int, tuple[float, list[Work]]] = {}
+    for sample, one in work:
+        if sample.gen_s is not None:
+            by_sample.setdefault(id(sample), (sample.gen_s, []))[1].append(one)
+    return [
+        (*(fmean(column) for column in list(zip(*ones, strict=True))[:3]),
+         seconds - fmean(one.pause_s for one in ones))
+        for seconds, ones in by_sample.values()
+    ]  # fmt: skip
 
 
 def _fit_steps(recorded: Recorded, settings: Settings, costs: Costs) -> Costs:
     """Fit the engine's costs to the seconds of each step's generation. All samples begin at once,
     so an engine makes as many steps as the longest sample has tokens."""
-    samples = settings.prompts * recorded_samples(recorded)
+    samples = settings.prompts * recorded.samples
     rows = []
     for line in recorded.lines:
         tokens = line["response_length/mean"] * samples / settings.engines

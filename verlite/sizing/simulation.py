@@ -165,15 +165,30 @@ class Step:
 
 
 class Work(NamedTuple):
-    """What an engine did while a sample waited for it: seconds are the product with the costs of
-    decoding and prefill.
+    """What an engine did while a sample waited for it.
 
-    steps: decode steps. tokens: of all samples that ran. prefill: tokens.
+    steps: decode steps. tokens: of all samples that ran. prefill: tokens. pause_s: seconds without
+    work, in weight syncs.
     """
 
     steps: float = 0.0
     tokens: float = 0.0
     prefill: float = 0.0
+    pause_s: float = 0.0
+
+    def plus(self, done: "Work", mark: "Work") -> "Work":
+        """Return this and what was done since the mark."""
+        return Work(
+            self.steps + done.steps - mark.steps,
+            self.tokens + done.tokens - mark.tokens,
+            self.prefill + done.prefill - mark.prefill,
+            self.pause_s + done.pause_s - mark.pause_s,
+        )
+
+    def seconds(self, costs: Costs) -> float:
+        """Return how long it took."""
+        decoding = self.steps * costs.decode_step_s + self.tokens * costs.decode_sample_s
+        return decoding + self.prefill * costs.prefill_token_s + self.pause_s
 
 
 @dataclass(frozen=True)
@@ -277,7 +292,7 @@ class _Engine:
             return
         self.busy_s += seconds
         self.sample_s += seconds * running
-        steps, tokens, prefill = self.done
+        steps, tokens, prefill, pause_s = self.done
         if self.prefill:
             each = self.costs.prefill_token_s
             computed = min(self.prefill, seconds / each) if each else self.prefill
@@ -288,7 +303,7 @@ class _Engine:
             decoded = seconds / self._step_s(running)
             steps += decoded
             tokens += decoded * running
-        self.done = Work(steps, tokens, prefill)
+        self.done = Work(steps, tokens, prefill, pause_s)
 
     def _step_s(self, running: int) -> float:
         return self.costs.decode_step_s + running * self.costs.decode_sample_s
@@ -335,12 +350,7 @@ class _Engine:
             turn = sample.sample.turns[sample.turn]
             sample.count(turn.tokens - sample.counted, self.version)
             sample.context += turn.tokens + turn.observation
-            work, mark, done = sample.work, sample.mark, self.done
-            sample.work = Work(
-                work.steps + done.steps - mark.steps,
-                work.tokens + done.tokens - mark.tokens,
-                work.prefill + done.prefill - mark.prefill,
-            )
+            sample.work = sample.work.plus(self.done, sample.mark)
             sample.turn += 1
             found.append(sample)
         self._begin()
@@ -357,6 +367,8 @@ class _Engine:
                 self.prefill += sample.context + tokens
                 sample.cached = version
         self.version = version
+        if self.running:
+            self.done = self.done._replace(pause_s=self.done.pause_s + pause_s)
         self.now = max(self.now, now + pause_s)
         self.stamp += 1
 

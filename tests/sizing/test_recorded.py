@@ -1,0 +1,157 @@
+"""A run directory that a simulation wrote: its costs are found again, and other modes follow."""
+
+import functools
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from verlite.sizing.recorded import measured_costs, read_recorded
+from verlite.sizing.simulation import Costs, Sample, Settings, Turn, Workload, simulate
+
+COSTS = Costs(0.02, 0.003, 0.001, 0.004, 0.0, 0.7, 0.3, 0.2)
+SYNC = Settings("sync", prompts=8, engines=1, trainer_devices=2, devices=3, max_num_seqs=20)
+PLAN = SimpleNamespace(prompts=8, samples_per_prompt=4, batch_size=32)
+STEPS = 12
+
+
+@functools.cache
+def with_tools(number: int) -> list[Sample]:
+    draw = random.Random(number)
+
+    def sample() -> Sample:
+        calls = draw.choice([0, 1, 1, 2])
+        each = draw.lognormvariate(0.0, 1.0)
+        turns = [Turn(draw.randrange(1, 60), each, 7) for _ in range(calls)]
+        return Sample(20, (*turns, Turn(draw.randrange(1, 90))))
+
+    return [sample() for _ in range(4)]
+
+
+@functools.cache
+def single_turn(number: int) -> list[Sample]:
+    draw = random.Random(number)
+    return [Sample(20, (Turn(draw.randrange(1, 200)),)) for _ in range(4)]
+
+
+def write_run(folder: Path, workload: Workload, settings: Settings, kept: int = 32) -> None:
+    """Write what a run with these costs would have written."""
+    (folder / "rollouts").mkdir(parents=True)
+    found = simulate(workload, COSTS, settings, STEPS, is_whole=True)
+    seconds = {id(sample): work.seconds(COSTS) for sample, work in found.work}
+    lines, now = [], 1000.0
+    for number, step in enumerate(found.steps):
+        now += step.period_s
+        samples = [s for place in range(8) for s in workload(number * 8 + place)]
+        responses = [sample.tokens - sample.prompt for sample in samples]
+        slowest = max(samples, key=lambda s: seconds[id(s)] + sum(t.tool_s for t in s.turns))
+        line = {
+            "step": number + 1,
+            "time": now,
+            "timing_s/step": step.step_s,
+            "timing_s/gen": step.gen_s,
+            "timing_s/update_weights": COSTS.sync_s,
+            "timing_s/reward": COSTS.reward_s,
+            "perf/total_num_tokens": step.tokens,
+            "prompt_length/mean": 20,
+            "response_length/mean": sum(responses) / len(responses),
+            "response_length/max": max(responses),
+        }
+        is_agent = workload is with_tools
+        if is_agent:
+            line["rollout/slowest/tokens"] = slowest.tokens - slowest.prompt
+            line["rollout/slowest/tool_s"] = sum(turn.tool_s for turn in slowest.turns)
+            line["rollout/slowest/gen_s"] = seconds[id(slowest)]
+        lines.append(line)
+        chosen = "all" if kept == 32 else "random"
+        rows = [record(s, number, i, seconds[id(s)], is_agent) for i, s in enumerate(samples)]
+        if kept < 32:
+            rows = random.Random(number).sample(rows, kept)
+        rows = [row | {"chosen": chosen} for row in rows]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "rollouts" / f"step_{number + 1}.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def record(sample: Sample, step: int, row: int, seconds: float, is_agent: bool) -> dict:
+    marks = "".join("1" * turn.tokens + "0" * turn.observation for turn in sample.turns)
+    found = {
+        "uid": f"{step + 1}-{row // 4}",
+        "score": 1.0,
+        "response_tokens": len(marks),
+        "trained_tokens": 0,
+        "tokens": {"sampled": marks},
+    }
+    if is_agent:
+        authors = [author for _ in sample.turns for author in ("model", "tool")][:-1]
+        found["transcript"] = [[author, "text"] for author in authors]
+        found["gen_seconds"] = seconds
+        found["tool_seconds"] = sum(turn.tool_s for turn in sample.turns)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings", [SYNC, replace(SYNC, mode="async", max_age=3, depth=2, max_num_seqs=99)]
+)
+def test_costs_of_a_run_with_tools_are_found_again_and_predict_the_other_modes(tmp_path, settings):
+    write_run(tmp_path, with_tools, settings)
+    recorded = read_recorded(tmp_path, PLAN)
+    assert recorded.share == 1.0 and recorded.steps == STEPS
+    for number in (0, 3, 8 * STEPS - 1):
+        for mine, true in zip(recorded.workload()(number), with_tools(number), strict=True):
+            assert [t.tokens for t in mine.turns] == [t.tokens for t in true.turns]
+            assert sum(t.tool_s for t in mine.turns) == pytest.approx(
+                sum(t.tool_s for t in true.turns)
+            )
+            assert mine.tokens == true.tokens
+    found = measured_costs(recorded, settings)
+    assert asdict(found) == pytest.approx(asdict(COSTS), rel=5e-3)
+    for other in (SYNC, replace(SYNC, mode="async", max_age=4, depth=2)):
+        mine = simulate(recorded.workload(), found, other, STEPS, is_whole=True)
+        true = simulate(with_tools, COSTS, other, STEPS, is_whole=True)
+        times = [[step.step_s for step in one.steps] for one in (mine, true)]
+        assert times[0] == pytest.approx(times[1], rel=5e-3)
+
+
+def test_costs_of_a_run_without_tools_are_found_from_its_steps(tmp_path):
+    wide = replace(SYNC, max_num_seqs=1024)
+    write_run(tmp_path, single_turn, wide)
+    found = measured_costs(read_recorded(tmp_path, PLAN), wide)
+    assert found.decode_step_s == pytest.approx(COSTS.decode_step_s, rel=5e-3)
+    assert found.decode_sample_s == pytest.approx(COSTS.decode_sample_s, rel=5e-3)
+    assert found.prefill_token_s == pytest.approx(COSTS.prefill_token_s, rel=5e-3)
+    write_run(tmp_path / "b", single_turn, replace(wide, mode="async"))
+    with pytest.raises(ValueError, match="do not tell how fast the engines are. Give a run of"):
+        measured_costs(read_recorded(tmp_path / "b", PLAN), replace(wide, mode="async"))
+
+
+def test_samples_that_were_not_saved_are_drawn_from_the_others_and_the_slowest(tmp_path):
+    """Of 32 samples a step 4 are saved, which stand for 31, and the metrics have the slowest."""
+    write_run(tmp_path, with_tools, SYNC, kept=4)
+    recorded = read_recorded(tmp_path, PLAN)
+    assert recorded.share == 0 and not recorded.groups
+    weights = [weight for _, weight in recorded.pool]
+    assert weights == [31 / 4, 31 / 4, 31 / 4, 31 / 4, 1.0] * STEPS
+    drawn = [sample for number in range(400) for sample in recorded.workload()(number)]
+    known = {sample for sample, _ in recorded.pool}
+    assert len(drawn) == 1600 and set(drawn) <= known
+    slowest = [sample for sample, weight in recorded.pool if weight == 1.0]
+    share = sum(sample in slowest for sample in drawn) / len(drawn)
+    assert share == pytest.approx(1 / 32, rel=0.4)
+    found = measured_costs(recorded, SYNC)
+    times = [
+        simulate(recorded.workload(), costs, SYNC, 60).metrics()["timing_s/step"]
+        for costs in (COSTS, found)
+    ]
+    assert times[1] == pytest.approx(times[0], rel=0.08)
+
+
+def test_a_run_without_enough_steps_or_samples_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has 0 steps with timing_s/step. .* give the directory"):
+        read_recorded(tmp_path, PLAN)
+    write_run(tmp_path, with_tools, SYNC, kept=0)
+    with pytest.raises(ValueError, match="trainer.rollouts_per_step=-1, which keeps all of them"):
+        read_recorded(tmp_path, PLAN)
