@@ -2,6 +2,7 @@
 another trainer.mode."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -229,12 +230,21 @@ def _fit_samples(recorded: Recorded, settings: Settings, costs: Costs) -> Costs:
     steps = max(4, FITTED // (settings.prompts * recorded.samples))
     if recorded.share == 1:
         steps = min(recorded.steps, steps)
+    best = math.inf, costs
     for _ in range(FITS):
-        is_whole = steps == recorded.steps
-        found = simulate(workload, costs, settings, steps, is_whole=is_whole)
-        fitted = _least_squares(_rows(found.work))
+        found = simulate(workload, costs, settings, steps, is_whole=steps == recorded.steps)
+        rows = _rows(found.work)
+        best = min(best, (_rest(rows, costs), costs), key=lambda one: one[0])
+        fitted = _least_squares(rows)
+        if all(math.isclose(value, getattr(costs, n), rel_tol=1e-3) for n, value in fitted.items()):
+            break
         costs = replace(costs, **{n: (getattr(costs, n) + v) / 2 for n, v in fitted.items()})
-    return costs
+    return best[1]
+
+
+def _rest(rows: Sequence[tuple[float, ...]], costs: Costs) -> float:
+    """Return the sum of the squared differences between measured and simulated seconds."""
+    return sum((row[3] - Work(*row[:3]).seconds(costs)) ** 2 for row in rows)
 
 
 def _rows(work: Sequence[tuple[Sample, Work]]) -> list[tuple[float, ...]]:
