@@ -1,5 +1,6 @@
 """The `verlite` command: output, exit codes, start-up imports, modules of the working directory."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -132,6 +133,39 @@ def test_plan_says_what_it_cannot_show(tmp_path):
     assert code == 2 and "trainer.nnodes" in text
 
 
+def test_simulate_compares_modes_with_given_costs(tmp_path):
+    """A model that this machine does not have, and engines on the trainer's devices."""
+    line = [
+        "simulate",
+        "actor_rollout_ref.model.path=absent/model",
+        "data.train_files=absent.parquet",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "trainer.n_gpus_per_node=8",
+        "trainer.device=cpu",
+        "--response-length=100",
+        "--prompt-length=10",
+        "--decode-step-s=0.1",
+        "--update-token-s=0.008",
+    ]
+    code, text = verlite(*line, "--json")
+    assert code == 0, text
+    found = json.loads(text)
+    assert found["source"] == "given" and found["costs"]["update_token_s"] == 0.008
+    names = [(r["settings"]["mode"], r["settings"]["max_age"]) for r in found["rows"]]
+    assert names == [("sync", 1), ("async", 1), ("async", 2), ("async", 4), ("async", 8)]
+    assert found["rows"][0]["timing_s/step"] == pytest.approx(100 * 0.1 + 8 * 110 * 0.008 / 8)
+    assert found["rows"][1]["timing_s/step"] < found["rows"][0]["timing_s/step"]
+    code, text = verlite(*line)
+    assert code == 0 and "Not modeled: failures" in text and "speed" in text
+    assert "an engine generates 10 tokens/s of one sample and 640 of 64" in text
+    code, text = verlite(*line, "--tool-latency=fast")
+    assert code == 2 and "--tool-latency 'fast' must be a number above 0" in text
+    code, text = verlite("simulate", str(tmp_path), *line[1:])
+    assert code == 2 and "is not a run directory: it has no metrics.jsonl" in text
+
+
 def test_explain_suggests_a_key():
     code, text = verlite("explain", "data.sede")
     assert code == 2 and "Did you mean data.seed" in text
@@ -145,13 +179,15 @@ def test_version_and_help():
     assert code == 0 and "arguments of main_ppo" in text
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["check"], ["explain", "data.seed"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["simulate", "--help"], ["check"], ["explain", "data.seed"]]
+)
 def test_commands_do_not_import_heavy_packages(material, arguments):
     line = [*arguments, *(material.good if arguments == ["check"] else [])]
     heavy = {"ray", "vllm"}
     if arguments != ["check"]:  # which loads the tokenizer
         heavy |= {"torch", "transformers"}
-    if arguments == ["--help"]:
+    if arguments[-1] == "--help":
         heavy |= {"hydra", "omegaconf"}
     code = (
         "import sys\n"

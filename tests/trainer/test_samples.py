@@ -144,6 +144,18 @@ def text_batch() -> DataProto:
     return batch.with_non_tensor(**{k: object_array(v) for k, v in texts.items()})
 
 
+def test_a_sample_with_turns_says_how_long_it_waited():
+    batch = text_batch()
+    tokenizer = SimpleNamespace(tokenizer=OneLetter())
+    assert "gen_seconds" not in samples.sample_records(tokenizer, batch)[0]
+    waited = batch.with_batch(
+        gen_seconds=torch.tensor([0.5, 2.25]), tool_seconds=torch.tensor([1.5, 0.1])
+    )
+    first, second = samples.sample_records(tokenizer, waited)
+    assert (first["gen_seconds"], first["tool_seconds"]) == (0.5, 1.5)
+    assert (second["gen_seconds"], second["tool_seconds"]) == (2.25, 0.1)
+
+
 def test_all_samples_as_parquet():
     """Every token of every row, whatever the limits of the JSON lines are."""
     content = samples.as_parquet(SimpleNamespace(tokenizer=OneLetter()), text_batch())

@@ -19,6 +19,8 @@ SPLITS = 8
 """Engines get eighths of the devices."""
 SPLIT_STEPS = 6
 """Steps that are simulated for each split."""
+PART = 16
+"""Prompts and engines of the part of a large run that is enough to compare splits."""
 
 UNMODELED = (
     "Not modeled: failures, validation, checkpoints, dynamic sampling, a full KV cache, prompts "
@@ -76,17 +78,21 @@ def compared(
 
 def fastest_split(workload: Workload, costs: Costs, plan: Plan, settings: Settings) -> Settings:
     """Return the settings with the numbers of engines and of the trainer's devices whose steps are
-    the shortest, of those that give engines eighths of the devices."""
+    the shortest, of those that give engines eighths of the devices. Of a large run a part is
+    simulated, with as many prompts for each device."""
     each, total = plan.tensor_parallel, plan.n_devices
-    engines = {max(1, total * eighths // SPLITS // each) for eighths in range(1, SPLITS)}
-    splits = [
-        replace(settings, engines=count, trainer_devices=total - count * each)
-        for count in sorted(engines)
-        if count * each < total
-    ]
-    return min(
-        splits, key=lambda s: simulate(workload, costs, s, SPLIT_STEPS).metrics()["timing_s/step"]
-    )
+    part = max(1, min(settings.prompts // PART, total // (PART * each)))
+    found: dict[int, float] = {}
+    for eighths in range(1, SPLITS):
+        engines = max(1, total // part * eighths // SPLITS // each)
+        trainer = total // part - engines * each
+        if trainer > 0 and engines not in found:
+            one = replace(settings, prompts=settings.prompts // part, engines=engines,
+                          trainer_devices=trainer)  # fmt: skip
+            numbers = simulate(workload, costs, one, SPLIT_STEPS).metrics()
+            found[engines] = numbers["timing_s/step"]
+    fastest = min(found, key=lambda engines: found[engines]) * part
+    return replace(settings, engines=fastest, trainer_devices=total - fastest * each)
 
 
 HEAD = ("mode", "engines", "trainer devices", "step", "speed", "waits", "tokens/s/device",

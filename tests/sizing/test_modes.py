@@ -1,0 +1,62 @@
+"""Which modes and which split of the devices are compared."""
+
+from dataclasses import replace
+
+import pytest
+
+from verlite.sizing.modes import compared, fastest_split, has_own_engines, settings_of, table_rows
+from verlite.sizing.simulation import Costs, Sample, Turn
+
+GRPO = (
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=24",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=24",
+    "actor_rollout_ref.rollout.n=2",
+)
+APART = (
+    "trainer.mode=async",
+    "async_training.max_age=3",
+    "algorithm.rollout_correction.bypass_mode=true",
+    "cluster.component_placement={rollout: 0-5, actor: 6-7}",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.max_num_seqs=48",
+)
+COSTS = Costs(0.0, 0.05, update_token_s=10 / 480)
+"""A step of 24 samples of 20 tokens: 24 engine-seconds of sampling, 10 device-seconds of training
+passes."""
+
+
+def twenty(number):
+    return [Sample(0, (Turn(20),))]
+
+
+def test_settings_are_those_of_the_configuration(planned):
+    config, plan = planned("tiny", *GRPO, *APART)
+    own = settings_of(config, plan)
+    assert (own.mode, own.max_age, own.depth, own.prompts) == ("async", 3, 1, 24)
+    assert (own.engines, own.trainer_devices, own.devices, own.max_num_seqs) == (3, 2, 8, 48)
+    assert own.partial_rollout and own.kv_cache == "fresh" and has_own_engines(plan)
+    found = compared(twenty, COSTS, plan, own, 4)
+    names = [one.settings.name for one in found]
+    assert names[:3] == ["sync", "async, max_age 3, depth 1", "async, max_age 1, depth 1"]
+    assert {one.settings.engines for one in found} == {3}
+    rows = table_rows(found, {"timing_s/step": 16.0, "timing_s/gen": 4.0, "perf/throughput": 3.0})
+    assert rows[0][0] == "measured" and rows[0][3:7] == ("16.0 s", "0.81", "25%", "3")
+    # 24 samples on 3 engines: 8 x 20 x 0.05 s; the passes take 10 / 2 s.
+    assert rows[1][0] == "sync" and rows[1][3:6] == ("13.0 s", "1.00", "62%")
+
+
+@pytest.mark.parametrize("nodes", [1, 16])
+def test_the_fastest_split_balances_engines_and_trainer(planned, nodes):
+    """With 6 engines of 8 devices sampling takes 24 / 6 = 4 s, and 8 device-seconds of passes take
+    8 / 2 = 4 s. 5 engines need more for sampling, and 7 leave 8 s for the passes. With 72
+    device-seconds, 2 engines and 6 devices take 12 s each."""
+    config, plan = planned("tiny", *GRPO, f"trainer.nnodes={nodes}")
+    assert not has_own_engines(plan)
+    own = replace(settings_of(config, plan), mode="async", prompts=24 * nodes)
+    best = fastest_split(twenty, replace(COSTS, update_token_s=8 / 480), plan, own)
+    assert (best.engines, best.trainer_devices) == (6 * nodes, 2 * nodes)
+    trained = fastest_split(twenty, replace(COSTS, update_token_s=72 / 480), plan, own)
+    assert (trained.engines, trained.trainer_devices) == (2 * nodes, 6 * nodes)
+    rows = compared(twenty, COSTS, plan, own, 4)
+    assert (rows[0].settings.engines, rows[0].settings.trainer_devices) == (8 * nodes, 8 * nodes)
