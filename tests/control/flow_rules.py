@@ -30,15 +30,15 @@ ALIVE = (State.QUEUED, State.RUNNING, State.READY)
 class Entry:
     """What is known of a group."""
 
-    __slots__ = ("attempt", "engine", "oldest", "state")
+    __slots__ = ("engine", "is_again", "oldest", "state")
 
     def __init__(self) -> None:
-        self.state, self.engine, self.oldest, self.attempt = "queued", -1, 0, 0
+        self.state, self.engine, self.oldest, self.is_again = "queued", -1, 0, False
 
     def copy(self) -> "Entry":
         new = Entry()
         new.state, new.engine = self.state, self.engine
-        new.oldest, new.attempt = self.oldest, self.attempt
+        new.oldest, new.is_again = self.oldest, self.is_again
         return new
 
 
@@ -69,7 +69,7 @@ class FlowRules:
         return [number for number, entry in self.alive.items() if entry.state == state]
 
     def settle(self, number: int, state: str) -> None:
-        """A group is trained, filtered or failed."""
+        """A group is trained or filtered."""
         self.alive.pop(number).state = state
         self.gone[state] += 1
 
@@ -108,7 +108,7 @@ class FlowRules:
         if not started:
             return
         self.check(set(found) <= self.up, "start: on an engine that has died")
-        again = [self.entries[number].attempt > 0 for number in started]
+        again = [self.entries[number].is_again for number in started]
         self.check(again == sorted(again, reverse=True), "start: put back, and not first")
         runs = Counter(self.entries[number].engine for number in self.having("running"))
         for engine, numbers in found.items():
@@ -121,28 +121,20 @@ class FlowRules:
 
     # Answers
 
-    def answered(self, number: int, attempt: int, oldest: int | None, kept: bool) -> None:
+    def answered(self, number: int, engine: int, oldest: int | None, kept: bool) -> None:
         entry = self.entries[number]
-        wanted = entry.state == "running" and entry.attempt == attempt
-        self.check(kept == wanted, f"ledger: group {number}, attempt {attempt}: kept is {kept}, "
-                   f"but it is {entry.state}, attempt {entry.attempt}")  # fmt: skip
+        wanted = entry.state == "running" and entry.engine == engine
+        self.check(kept == wanted, f"ledger: group {number} from engine {engine}: kept is {kept}, "
+                   f"but it is {entry.state} on engine {entry.engine}")  # fmt: skip
         if kept:
             entry.state = "ready"
             entry.oldest = oldest or entry.oldest
 
     def filtered(self, number: int, done: bool) -> None:
-        self._left(number, "filtered", done, self.entries[number].state == "ready")
-
-    def failed(self, number: int, attempt: int, done: bool) -> None:
-        entry = self.entries[number]
-        wanted = entry.state in ALIVE and entry.attempt == attempt
-        self._left(number, "failed", done, wanted)
-
-    def _left(self, number: int, state: str, done: bool, wanted: bool) -> None:
-        is_in = self.entries[number].state
-        self.check(done == wanted, f"ledger: group {number} is {is_in}, {state}: {done}")
+        state = self.entries[number].state
+        self.check(done == (state == "ready"), f"ledger: group {number} is {state}, left: {done}")
         if done:
-            self.settle(number, state)
+            self.settle(number, "filtered")
 
     def lost(self, engine: int, found: list[int]) -> None:
         wanted = sorted(n for n in self.having("running") if self.entries[n].engine == engine)
@@ -153,7 +145,7 @@ class FlowRules:
 
     @staticmethod
     def put_back(entry: Entry) -> None:
-        entry.state, entry.attempt = "queued", entry.attempt + 1
+        entry.state, entry.is_again = "queued", True
 
     # Steps
 
@@ -177,7 +169,7 @@ class FlowRules:
                     other < number and self.entries[other].oldest <= self.entries[number].oldest
                 )
                 self.check(not better, f"choice: {number} is taken before {other}")
-        if not s.bound and not s.filtered and not s.failed:
+        if not s.bound and not s.filtered:
             batch = list(range(self.step * size, (self.step + 1) * size))
             self.check(numbers == batch, f"choice: {numbers}, but synchronous training has {batch}")
 
@@ -207,13 +199,13 @@ class FlowRules:
             self.check(sample is not None, f"data: group {number} is trained without its samples")
             assert sample is not None
             facts = self.world.facts(number)
-            self.check(facts.teaches and facts.works, f"lost: group {number} has nothing to train")
+            self.check(facts.teaches, f"lost: group {number} has nothing to train")
             age = step - sample.oldest
             self.check(0 <= age <= s.bound, f"age: group {number} has age {age} in step {step}")
             self.settle(number, "trained")
         self.trained_numbers.append(list(numbers))
         waited, self.step_at = self.world.now - self.step_at, self.world.now
-        if not s.faults and not s.filtered and not s.failed:
+        if not s.faults and not s.filtered:
             alive = (1 + s.bound) * s.groups_per_step
             longest = max(self.world.facts(number).seconds for number in self.entries)
             limit = (alive // s.slots + 2) * (longest + s.delay_s) + s.update_s
@@ -258,7 +250,7 @@ class FlowRules:
         self.check(self.step == s.total_steps, "progress: steps are missing")
         for number, entry in self.entries.items():
             facts = self.world.facts(number)
-            wanted = "trained" if facts.works and facts.teaches else entry.state
+            wanted = "trained" if facts.teaches else entry.state
             self.check(entry.state == wanted and entry.state not in ALIVE,
                        f"lost: group {number} ends as {entry.state}")  # fmt: skip
         numbers = [number for step in self.trained_numbers for number in step]

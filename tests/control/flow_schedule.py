@@ -10,8 +10,8 @@ from tests.control.schedule import Fault
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """Faults: engine: the engine `name` dies; cut: it works, but its answers are lost or come
-    after it was given up; kill: the process is killed; stop: it is asked to stop."""
+    """Faults: engine: the engine `name` dies; kill: the process is killed; stop: it is asked to
+    stop."""
 
     seed: int
     total_steps: int = 3
@@ -32,8 +32,6 @@ class FlowSchedule:
     """The number of a group that takes 50 times the median."""
     filtered: float = 0.0
     """Share of groups that teach nothing."""
-    failed: float = 0.0
-    """Share of groups that cannot be sampled."""
     doubled: float = 0.0
     """Share of answers that come twice."""
     delay_s: float = 0.1
@@ -47,8 +45,8 @@ class FlowSchedule:
     save_freq: int = 1
     saves_ready: bool = True
     """Whether a checkpoint has the samples of finished groups."""
-    tells_oldest: bool = True
-    """Whether answers tell the oldest version of their tokens."""
+    reports_oldest: bool = True
+    """Whether answers have the oldest version of their tokens."""
     feeds: bool = True
     """Whether groups are drawn and started during an update and a publication."""
     overlaps: bool = False
@@ -61,9 +59,9 @@ class FlowSchedule:
             yield replace(self, faults=self.faults[:number] + self.faults[number + 1 :])
         if self.total_steps > 1:
             yield replace(self, total_steps=self.total_steps - 1)
-        for name, plain in (("filtered", 0.0), ("failed", 0.0), ("doubled", 0.0), ("slow", -1),
+        for name, plain in (("filtered", 0.0), ("doubled", 0.0), ("slow", -1),
                             ("saves_ready", False), ("overlaps", False),
-                            ("tells_oldest", False), ("feeds", False)):  # fmt: skip
+                            ("reports_oldest", False), ("feeds", False)):  # fmt: skip
             if getattr(self, name) != plain:
                 yield replace(self, **{name: plain})
         for name in ("engines", "engines_later", "groups_per_step", "bound", "depth"):
@@ -89,7 +87,6 @@ def flow_schedule(seed: int) -> FlowSchedule:
         sigma=pick((0.0, 0.1, 0.6, 1.5)),
         slow=pick((-1, -1, -1, 0, 1, 2, 5)),
         filtered=pick((0.0, 0.0, 0.0, 0.2, 0.6)),
-        failed=pick((0.0, 0.0, 0.0, 0.2)),
         doubled=pick((0.0, 0.3)),
         delay_s=pick((0.0, 0.1, 5.0)),
         detect_s=pick((0.0, 5.0, 40.0)),
@@ -99,7 +96,7 @@ def flow_schedule(seed: int) -> FlowSchedule:
         save_s=uniform(0.1, 5.0),
         save_freq=pick((1, 1, 2, 3)),
         saves_ready=chance() < 0.6,
-        tells_oldest=chance() < 0.6,
+        reports_oldest=chance() < 0.6,
         feeds=chance() < 0.7,
         overlaps=chance() < 0.4,
     )
@@ -108,10 +105,10 @@ def flow_schedule(seed: int) -> FlowSchedule:
     length = one.total_steps * (one.median_s + one.update_s + one.sync_s) * 1.2
     found: list[Fault] = []
     for _ in range(pick((0, 1, 1, 2, 3))):
-        at, kind = uniform(0.0, length), pick(("engine", "engine", "cut", "cut", "kill", "stop"))
+        at, kind = uniform(0.0, length), pick(("engine",) * 4 + ("kill", "stop"))
         engine = draw.randrange(one.engines)
         found.append(Fault(kind, at, name=str(engine)))
-        if kind in ("engine", "cut") and chance() < 0.4:  # another one, at once or soon
+        if kind == "engine" and chance() < 0.4:  # another one, at once or soon
             at += pick((0.0, 0.0, uniform(0.0, one.detect_s + one.restart_s)))
             found.append(Fault(kind, at, name=str((engine + 1) % one.engines)))
     return replace(one, faults=tuple(sorted(found, key=lambda fault: fault.at)))

@@ -1,8 +1,8 @@
 """Asynchronous training on a virtual clock, with simulated engines, a trainer, checkpoints and a
 command that is started again.
 
-`Process` does what `trainer.asynchronous` does: it tells the flow what happened and does what it
-says. What it knows itself (`tests.control.flow_rules`) is compared after every event.
+`Process` does what `trainer.asynchronous` does: it reports to the flow what happened and does what
+the flow decides. What it knows itself (`tests.control.flow_rules`) is compared after every event.
 """
 
 import json
@@ -29,12 +29,11 @@ class Killed(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a group is, whoever samples it."""
+    """Properties of a group, which are the same whichever engine samples it."""
 
     seconds: float
     """To sample it, which its length is proportional to."""
     teaches: bool
-    works: bool
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,7 @@ class Engine:
     def __init__(self, number: int, version: int = 0) -> None:
         self.number, self.version = number, version
         self.alive = True
-        self.held: list[tuple[Any, ...]] | None = None
-        """Once it is cut off: its answers."""
-        self.queue: deque[tuple[int, int]] = deque()
+        self.queue: deque[int] = deque()
         self.running = 0
 
 
@@ -76,8 +73,7 @@ class FlowWorld:
             draw = random.Random(s.seed * 1_000_003 + number)
             one = draw.lognormvariate(0.0, s.sigma) if s.sigma else draw.paretovariate(1.0)
             seconds = s.median_s * (50.0 if number == s.slow else min(one, 200.0))
-            teaches, works = draw.random() >= s.filtered, draw.random() >= s.failed
-            self.known[number] = Facts(seconds, teaches, works)
+            self.known[number] = Facts(seconds, draw.random() >= s.filtered)
         return self.known[number]
 
     def run(self) -> None:
@@ -188,7 +184,7 @@ class Process:
         self.rules.assigned(found)
         for number, groups in found.items():
             engine = self.engines[number]
-            engine.queue.extend((group, flow.groups[group].attempt) for group in groups)
+            engine.queue.extend(groups)
             self.work(engine)
 
     def publish(self) -> None:
@@ -197,14 +193,14 @@ class Process:
         self.begin(self.schedule.sync_s, self.published)
 
     def swap(self, engine: Engine, version: int) -> None:
-        if engine.alive and engine.held is None:
+        if engine.alive:
             self.rules.swapped(engine.number, engine.running)
             engine.version = version
 
     def published(self) -> None:
         """All engines have answered; those that have not are given up."""
         for engine in self.engines.values():
-            if not engine.alive or engine.held is not None:
+            if not engine.alive:
                 self.give_up(engine)
         self.flow.published()
         self.rules.published(self.flow.version)
@@ -234,37 +230,31 @@ class Process:
     def work(self, engine: Engine) -> None:
         """Start what has a slot."""
         while engine.alive and engine.queue and engine.running < self.schedule.slots:
-            number, attempt = engine.queue.popleft()
+            number = engine.queue.popleft()
             self.rules.check(engine.version > 0, "weights: an engine samples without any")
             engine.running += 1
             seconds = self.world.facts(number).seconds
-            self.after(seconds, self.sampled, engine, number, attempt, engine.version)
+            self.after(seconds, self.sampled, engine, number, engine.version)
 
-    def sampled(self, engine: Engine, number: int, attempt: int, oldest: int) -> None:
+    def sampled(self, engine: Engine, number: int, oldest: int) -> None:
         if not engine.alive:
             return
         engine.running -= 1
-        answer = (engine, number, attempt, oldest)
-        if engine.held is not None:
-            engine.held.append(answer)
-        else:
-            for _ in range(1 + (self.world.draw.random() < self.schedule.doubled)):
-                self.after(self.upto(self.schedule.delay_s), self.answer, *answer)
+        for _ in range(1 + (self.world.draw.random() < self.schedule.doubled)):
+            self.after(self.upto(self.schedule.delay_s), self.answer, engine, number, oldest)
         self.work(engine)
 
-    def answer(self, engine: Engine, number: int, attempt: int, oldest: int) -> None:
-        flow, rules, facts = self.flow, self.rules, self.world.facts(number)
-        if not facts.works:
-            done = flow.failed(number, "too long", attempt)
-            return rules.failed(number, attempt, done)
-        told = oldest if self.schedule.tells_oldest else None
-        kept = flow.finished(number, told, attempt)
-        rules.answered(number, attempt, told, kept)
-        if kept and not facts.teaches:
+    def answer(self, engine: Engine, number: int, oldest: int) -> None:
+        flow, rules = self.flow, self.rules
+        if not self.is_up(engine):
+            return  # its calls have ended with it
+        reported = oldest if self.schedule.reports_oldest else None
+        kept = flow.finished(number, reported)
+        rules.answered(number, engine.number, reported, kept)
+        if kept and not self.world.facts(number).teaches:
             rules.filtered(number, flow.filtered(number, "equal scores"))
         elif kept:
             self.data[number] = Sample(oldest)
-        return None
 
     # Faults
 
@@ -276,22 +266,18 @@ class Process:
             self.stops = True
             return
         engine = self.engines[int(fault.name) % len(self.engines)]
-        if not engine.alive or engine.held is not None:
+        if not engine.alive:
             return
-        if fault.kind == "cut":
-            engine.held = []
-        else:
-            engine.alive = False
+        engine.alive = False
         self.after(self.schedule.detect_s, self.give_up, engine)
+
+    def is_up(self, engine: Engine) -> bool:
+        """Whether it has not been given up."""
+        return engine.number in self.rules.up and self.engines[engine.number] is engine
 
     def give_up(self, engine: Engine) -> None:
         """An engine is noticed to be dead. Another is started in its place."""
-        if engine.number not in self.rules.up or self.engines[engine.number] is not engine:
+        if not self.is_up(engine):
             return
         self.rules.lost(engine.number, self.flow.engine_lost(engine.number))
-        for answer in engine.held or ():
-            if self.world.draw.random() < 0.7:  # others are lost
-                self.after(self.upto(20.0), self.answer, *answer)
-        if engine.held is not None:
-            engine.held = []  # what it still samples, nobody hears
         self.after(self.schedule.restart_s, self.started_again.append, engine.number)

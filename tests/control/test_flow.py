@@ -67,18 +67,17 @@ def test_a_run_draws_no_more_than_its_steps_need():
     assert one.choose() is None
 
 
-def test_another_is_drawn_in_place_of_one_that_is_filtered_or_failed():
+def test_another_is_drawn_in_place_of_one_that_is_filtered():
     one = flow(size=2, bound=0)
     start(one)
-    finish(one, 0)
-    assert one.filtered(0, "equal scores") and one.failed(1, "prompt too long")
+    finish(one, 0, 1)
+    assert one.filtered(0, "equal scores") and one.filtered(1, "prompt too easy")
     assert start(one) == [2, 3]
     finish(one, 2, 3)
     assert step(one) == [2, 3]
-    assert one.reasons == {"equal scores": 1, "prompt too long": 1}
+    assert one.reasons == {"equal scores": 1, "prompt too easy": 1}
     assert one.counts() == {
-        State.QUEUED: 0, State.RUNNING: 0, State.READY: 0,
-        State.TRAINED: 2, State.FILTERED: 1, State.FAILED: 1,
+        State.QUEUED: 0, State.RUNNING: 0, State.READY: 0, State.TRAINED: 2, State.FILTERED: 2,
     }  # fmt: skip
 
 
@@ -117,25 +116,24 @@ def test_groups_of_a_dead_engine_go_first_and_elsewhere():
     assert one.assign() == {}
     one.engine_back(1)
     assert one.assign() == {1: [0, 1, 2, 3, 4, 5, 6, 7]}
-    assert [one.groups[number].attempt for number in (0, 2, 4)] == [1, 2, 1]
-    one.engine_back(1)  # told twice
+    one.engine_back(1)  # reported twice
     assert one.engine_lost(1) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 # Answers
 
 
-def test_an_answer_counts_once_and_only_for_its_attempt():
+def test_an_answer_counts_once_and_only_for_a_group_that_runs():
     one = flow(engines=2)
     start(one)
-    assert one.finished(0, attempt=0) and not one.finished(0, attempt=0)
+    assert one.finished(0) and not one.finished(0)
     one.engine_lost(0)  # ran 1
-    assert not one.finished(1, attempt=0)
+    assert not one.finished(1)
     one.assign()
-    assert not one.failed(1, "late", attempt=0) and not one.filtered(1, "runs")
-    assert not one.finished(1, attempt=0) and one.finished(1, attempt=1)
+    assert not one.filtered(1, "runs")
+    assert one.finished(1)
     step(one)
-    assert not one.finished(0) and not one.filtered(0, "late") and not one.failed(1, "late")
+    assert not one.finished(0) and not one.filtered(0, "late")
     assert one.gone == {State.TRAINED: 2}
 
 
@@ -288,7 +286,8 @@ def test_a_checkpoint_has_every_group_that_is_alive():
     one = flow(size=2, bound=2)
     start(one)  # 0 to 5
     finish(one, 0, 1, 2, 3)
-    one.failed(5, "x")
+    finish(one, 5)
+    one.filtered(5, "x")
     step(one)  # 0, 1
     one.draw(1)
     state = json.loads(json.dumps(one.state_dict()))
@@ -296,8 +295,7 @@ def test_a_checkpoint_has_every_group_that_is_alive():
     kept.load_state_dict(state, ready=[3, 4])  # 4 was running
     assert (kept.step, kept.version, kept.reasons) == (1, 0, {"x": 1})
     assert kept.counts() == {
-        State.QUEUED: 3, State.RUNNING: 0, State.READY: 1,
-        State.TRAINED: 2, State.FILTERED: 0, State.FAILED: 1,
+        State.QUEUED: 3, State.RUNNING: 0, State.READY: 1, State.TRAINED: 2, State.FILTERED: 1,
     }  # fmt: skip
     assert kept.groups[3].oldest == 1
     kept.published()
@@ -405,13 +403,12 @@ def test_decisions_are_those_of_a_naive_reference(seed):
             oldest = draw.randint(naive.groups[number][1], naive.step + 1)
             assert one.finished(number, oldest)
             naive.groups[number] = ("ready", oldest)
-        for state, leave in (("filtered", one.filtered), ("failed", one.failed)):
-            if naive.groups and draw.random() < 0.05:
-                number = draw.randrange(len(naive.groups))
-                may = ["ready"] if state == "filtered" else ["queued", "running", "ready"]
-                assert leave(number, "x") == (naive.groups[number][0] in may)
-                if naive.groups[number][0] in may:
-                    naive.groups[number] = (state, None)
+        if naive.groups and draw.random() < 0.1:
+            number = draw.randrange(len(naive.groups))
+            is_ready = naive.groups[number][0] == "ready"
+            assert one.filtered(number, "x") == is_ready
+            if is_ready:
+                naive.groups[number] = ("filtered", None)
         if draw.random() < 0.05:
             for number in one.engine_lost(draw.randrange(3)):
                 assert naive.groups[number][0] == "running"
@@ -429,7 +426,7 @@ def test_decisions_are_those_of_a_naive_reference(seed):
         if draw.random() < 0.3:
             one.published()
             naive.version = naive.step + 1
-        states = ("queued", "running", "ready", "trained", "filtered", "failed")
+        states = ("queued", "running", "ready", "trained", "filtered")
         assert list(one.counts().values()) == [len(naive.all(state)) for state in states]
     assert naive.step > 0
 

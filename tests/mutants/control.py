@@ -80,8 +80,7 @@ def _all_ready(original, self, state, ready=()):
 
 def _age_restarts(original, self, state, ready=()):
     groups = [
-        [number, name, oldest and state["step"] + 1, attempt]
-        for number, name, oldest, attempt in state["groups"]
+        [number, name, oldest and state["step"] + 1] for number, name, oldest in state["groups"]
     ]
     original(self, state | {"groups": groups}, ready)
 
@@ -101,7 +100,7 @@ def _only_what_is_due_now(original, self):
 
 
 def _forgets_the_second(original, self, engine):
-    if len(self._queued) and any(group.attempt for group in self.groups.values()):
+    if set(self._queued) - set(range(self._next - len(self._queued), self._next)):  # put back
         self._running.pop(engine, None)
         return []
     return original(self, engine)
@@ -112,24 +111,12 @@ def _not_put_back(original, self, engine):
     return []
 
 
-def _any_failure(original, self, number, reason, attempt=None):
-    return original(self, number, reason)
+def _twice(original, self, number, oldest=None):
+    return original(self, number, oldest) or number not in self.groups
 
 
-def _any_attempt(original, self, number, oldest=None, attempt=None):
-    return original(self, number, None)
-
-
-def _twice(original, self, number, oldest=None, attempt=None):
-    return original(self, number, oldest, attempt) or number not in self.groups
-
-
-def _newest_counts(original, self, number, oldest=None, attempt=None):
-    return original(self, number, self.version, attempt)
-
-
-def _is_a_success(original, self, number, reason, attempt=None):
-    return self.finished(number)
+def _newest_counts(original, self, number, oldest=None):
+    return original(self, number, self.version)
 
 
 def _stays_ready(original, self, numbers):
@@ -142,8 +129,8 @@ def _stays_ready(original, self, numbers):
     self.gone["trained"] -= 1
 
 
-def _never_after_a_death(original, self):
-    return original(self) and not any(group.attempt for group in self.groups.values())
+def _still_runs_what_died(original, self, engine):
+    self._running.setdefault(engine, {-1})
 
 
 def _counts_publications(original, self):
@@ -191,11 +178,6 @@ def _on_one_engine(original, self):
         self._running[engine].update(numbers)
         return {engine: numbers}
     return {}
-
-
-def _attempts_uncounted(original, self, group):
-    original(self, group)
-    self.groups[group.number].attempt = 0
 
 
 MUTANTS = [
@@ -325,7 +307,7 @@ MUTANTS = [
         FLOWS,
     ),
     Mutant(
-        "groups that come too late are trained all the same (SkyRL)",
+        "groups that finish late are trained although they exceed the bound (SkyRL)",
         FLOW + "_needs",
         returns([]),
         FLOWS,
@@ -357,8 +339,8 @@ MUTANTS = [
     ),
     Mutant(
         "a publication waits for ever for an engine that was replaced (AReaL 1160)",
-        FLOW + "may_publish",
-        calls(_never_after_a_death),
+        FLOW + "engine_back",
+        calls(_still_runs_what_died),
         FLOWS,
     ),
     Mutant(
@@ -373,20 +355,8 @@ MUTANTS = [
         calls(_starts_before_a_publication),
         FLOWS,
     ),
-    Mutant(
-        "a failure counts as a success (verl 6387)", FLOW + "failed", calls(_is_a_success), FLOWS
-    ),
     Mutant("a group is trained twice", FLOW + "trained", calls(_stays_ready), FLOWS),
     Mutant("an answer that comes twice counts twice", FLOW + "finished", calls(_twice), FLOWS),
-    Mutant(
-        "a late answer counts for another attempt", FLOW + "finished", calls(_any_attempt), FLOWS
-    ),
-    Mutant(
-        "a late failure counts for another attempt, whose engine goes on with it",
-        FLOW + "failed",
-        calls(_any_failure),
-        FLOWS,
-    ),
     Mutant(
         "the newest version of a group counts, not the oldest",
         FLOW + "finished",
@@ -406,10 +376,4 @@ MUTANTS = [
     Mutant("filtered groups are not replaced", FLOW + "wanted", calls(_filtered_count), FLOWS),
     Mutant("the newest groups are trained first", FLOW + "choose", calls(_newest_first), FLOWS),
     Mutant("one engine gets all groups", FLOW + "assign", calls(_on_one_engine), FLOWS),
-    Mutant(
-        "attempts are not counted, so a late answer counts for the next one",
-        FLOW + "_put_back",
-        calls(_attempts_uncounted),
-        FLOWS,
-    ),
 ]

@@ -162,16 +162,15 @@ def save_groups(run_dir, content: str, step: int = 4) -> None:
 
 
 def a_flow() -> Flow:
-    """Return a flow with 13 prompts: 4 trained, 1 failed, 1 filtered, 3 ready, 1 running, 3
-    queued."""
+    """Return a flow with 13 prompts: 4 trained, 2 filtered, 3 ready, 1 running, 3 queued."""
     flow = Flow(groups_per_step=4, bound=2, depth=1, engines=2, swaps=True)
     flow.published()
     flow.draw(8)
     flow.assign()
-    for number in range(7):
+    for number in range(8):
         flow.finished(number)
     flow.trained([0, 1, 2, 3])
-    flow.failed(7, "too long")
+    flow.filtered(7, "alike")
     flow.filtered(6, "alike")
     flow.published()
     flow.draw(2)
@@ -189,9 +188,9 @@ def test_prompts_of_the_newest_checkpoint_of_an_asynchronous_run(run_dir):
     save_groups(run_dir, "{}", step=3)
     (run_dir / "global_step_5").mkdir()  # not complete
     line = "global_step_4: 13 prompts drawn: 4 trained, 3 finished and waiting, 1 running, 3 queued"
-    assert drawn_prompts(run_dir) == f"{line}, 1 filtered, 1 failed"
+    assert drawn_prompts(run_dir) == f"{line}, 2 filtered"
     code, text = show(run_dir)
-    assert code == 0 and f"{line}, 1 filtered, 1 failed" in " ".join(text.split())
+    assert code == 0 and f"{line}, 2 filtered" in " ".join(text.split())
     save_groups(run_dir, "{}", step=6)  # one of trainer.mode=sync
     assert drawn_prompts(run_dir) == "" and " drawn" not in show(run_dir)[1]
 
@@ -207,7 +206,7 @@ def test_prompts_of_the_newest_checkpoint_of_an_asynchronous_run(run_dir):
         '{"groups": {"flow": {"next": 2, "gone": {"trained": 2}, "groups": [[1]]}}}',
         '{"groups": {"flow": {"next": 3, "gone": {"trained": 2}, "groups": [[1, "[red]"]]}}}',
         '{"groups": {"flow": {"next": 2.0, "gone": {"trained": 2}, "groups": []}}}',
-        '{"groups": {"flow": {"next": 0, "gone": {"trained": 2, "failed": -2}, "groups": []}}}',
+        '{"groups": {"flow": {"next": 0, "gone": {"trained": 2, "filtered": -2}, "groups": []}}}',
         '{"groups": {"flow": {"next": 2, "gone": [], "groups": []}}}',
     ],
 )

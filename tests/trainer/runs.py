@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -72,6 +72,38 @@ def write_reward(path: Path, body: str) -> str:
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
     path.write_text(f"{signature}\n    {body}\n")
     return str(path)
+
+
+def digits(folder: Path, model: object) -> list[str]:
+    """Return the options of a run that learns to write digits, with its data in `folder`.
+
+    Any text gets some of this score, so that advantages are not all 0.
+    """
+    reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
+    return [
+        f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
+        f"data.val_files={write_sums(folder / 'val.parquet', 8, 64)}",
+        f"custom_reward_function.path={reward}",
+        f"actor_rollout_ref.model.path={model}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        "trainer.rollouts_per_step=-1",
+    ]
+
+
+APART = (
+    "trainer.n_gpus_per_node=3",
+    "cluster.component_placement={rollout: 0-1, actor: 2}",
+    "trainer.save_freq=-1",
+)
+"""Options of a run with two engines and the actor on devices of their own."""
 
 
 class Launch:
@@ -143,6 +175,34 @@ class Launch:
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not [(p.pid, p.name()) for p in self.processes()]
+
+
+def launch(folder: Path, name: str, base: Sequence[str], *more: str, before: str = "") -> Launch:
+    """Start a run whose directory and log are in `folder`; see `Launch`."""
+    return Launch(folder / name, [*base, *more], folder / f"{name}.log", before, forked=True)
+
+
+def words(run: Launch) -> str:
+    """Return the output of the run, without line breaks."""
+    return " ".join(run.text().split())
+
+
+def wait_for(condition: Callable[[], object], run: Launch, seconds: float = 120) -> None:
+    """Wait until a condition holds, while the run goes on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.process.poll() is None, run.text()
+        assert time.monotonic() < deadline, run.text()
+        time.sleep(0.05)
+
+
+def samples_of(run: Launch) -> dict[int, list[dict]]:
+    """Return the records of each step's samples."""
+    found = {}
+    for path in run.run_dir.glob("rollouts/step_*.jsonl"):
+        step = int(path.stem.removeprefix("step_"))
+        found[step] = [json.loads(line) for line in path.read_text().splitlines()]
+    return found
 
 
 def one_thread(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from recipes.search import make
 from tests.envs.retriever import Retriever, free_port
-from tests.trainer.runs import RAY_STARTED, Launch, quiet
+from tests.trainer.runs import RAY_STARTED, Launch, quiet, wait_for, words
 from verlite.engine.folder import load_tokenizer
 from verlite.spec.roles import ModelSpec
 
@@ -125,11 +125,6 @@ def samples(run, step) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def words(run) -> str:
-    """Return the output of the run, without line breaks."""
-    return " ".join(run.text().split())
-
-
 @pytest.fixture(scope="module")
 def undisturbed(demo, tmp_path_factory):
     """Return a finished run whose retriever always answered."""
@@ -210,14 +205,6 @@ def killing(self, step, metrics):
     log(self, step, metrics)
 Tracking.log = killing
 """
-
-
-def wait_for(condition, run, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert run.process.poll() is None, run.text()
-        assert time.monotonic() < deadline, run.text()
-        time.sleep(0.05)
 
 
 def shut_down_after(step, server, run, folder):

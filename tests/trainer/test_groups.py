@@ -19,9 +19,13 @@ from verlite.workers.rollout import KEPT, RolloutWorker
 SAMPLES = 2
 
 
-def requests(number: int) -> DataProto:
-    uids = [uid_of(number, prompts=2)] * SAMPLES
-    columns = {"uid": uids, "prompt_ids": [[number]] * SAMPLES, "sampling": [Sampling()] * SAMPLES}
+def requests(number: int, temperatures=(1.0,) * SAMPLES) -> DataProto:
+    rows = len(temperatures)
+    columns = {
+        "uid": [uid_of(number, prompts=2)] * rows,
+        "prompt_ids": [[number]] * rows,
+        "sampling": [Sampling(temperature) for temperature in temperatures],
+    }
     return DataProto.from_dict({}, {key: object_array(one) for key, one in columns.items()})
 
 
@@ -132,13 +136,14 @@ def judging(groups: Groups, limit: int = 0) -> SimpleNamespace:
 
 def judge(run: SimpleNamespace, number: int, scores, valid=(True, True)) -> None:
     """Finish a group with these scores, and decide about it."""
-    answer = answers(number, order=(0, 1)).with_batch(
+    rows = range(len(scores))
+    answer = answers(number, order=rows).with_batch(
         raw_scores=torch.tensor(scores),
         valid=torch.tensor(valid),
-        response_length=torch.tensor([1, 1]),
-        sampled_tokens=torch.tensor([1, 1]),
+        response_length=torch.ones(len(scores), dtype=torch.long),
+        sampled_tokens=torch.ones(len(scores), dtype=torch.long),
     )
-    parts = object_array([{}, {}])
+    parts = object_array([{} for _ in rows])
     assert run.groups.finish(answer.with_non_tensor(reward_parts=parts)) == [number]
     stage.filter_group(run, number)
 
@@ -155,6 +160,20 @@ def test_groups_whose_samples_do_not_differ_are_left_out(groups):
     assert groups.in_step == [1, 2]
     groups.trained()
     assert groups.judged == []
+
+
+def test_the_greedy_sample_of_remax_does_not_make_a_difference(groups):
+    """Nor does its score count in the mean of the group's."""
+    run = judging(groups)
+    for number in (0, 1):
+        groups.requests[number] = requests(number, (1.0, 1.0, 0.0))
+    judge(run, 0, [1.0, 1.0, 0.0], valid=[True] * 3)
+    judge(run, 1, [0.0, 1.0, 1.0], valid=[True] * 3)
+    assert groups.judged == [(1.0, False), (0.5, True)]
+    groups.finish(answers(2))
+    groups.in_step = groups.flow.choose()
+    assert groups.in_step == [1, 2]
+    assert groups.answers[1].batch["raw_scores"].tolist() == [0.0, 1.0, 1.0], "its baseline stays"
 
 
 def test_failed_samples_are_left_to_the_step_that_counts_them(groups):
@@ -218,9 +237,16 @@ def test_weights_go_to_engines_that_run(groups, monkeypatch):
 
 def test_without_swaps_the_running_samples_are_finished_first(groups, monkeypatch):
     groups.flow.swaps = False
-    run, called = publishing(groups, monkeypatch, collect=lambda run: groups.finish(answers(2, 3)))
+    coming = iter(([], [answers(2)], [], [answers(3)]))
+
+    def collect(run):
+        for answer in next(coming):
+            groups.finish(answer)
+
+    run, called = publishing(groups, monkeypatch, collect=collect)
     stage.sync_running_engines(run)
-    assert called == ["collect", "sync_weights", "start_groups"] and run.version == 2
+    assert called == [*["collect"] * 4, "sync_weights", "start_groups"] and run.version == 2
+    assert sorted(groups.answers) == [2, 3]
 
 
 @pytest.mark.parametrize("request_of", [stop, give_up])

@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from tests.trainer.runs import Launch, one_thread, quiet, write_reward, write_sums
+from tests.trainer.runs import APART, digits, launch, one_thread, quiet
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -22,31 +22,7 @@ ppo.update_actor = faulty
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tiny_qwen2):
-    """Two engines and the actor on devices of their own. One thread per worker: see test_runs."""
-    folder = tmp_path_factory.mktemp("sums")
-    reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
-    return [
-        f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
-        f"data.val_files={write_sums(folder / 'val.parquet', 8, 64)}",
-        f"custom_reward_function.path={reward}",
-        f"actor_rollout_ref.model.path={tiny_qwen2}",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=8",
-        "data.max_response_length=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=4",
-        "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=3",
-        "cluster.component_placement={rollout: 0-1, actor: 2}",
-        "trainer.rollouts_per_step=-1",
-        "trainer.save_freq=-1",
-    ]
-
-
-def launch(tmp_path, name, options, before=""):
-    return Launch(tmp_path / name, options, tmp_path / f"{name}.log", before, forked=True)
+    return [*digits(tmp_path_factory.mktemp("sums"), tiny_qwen2), *APART]
 
 
 def numbers(run):
@@ -79,7 +55,7 @@ def test_engines_that_die_change_no_number(tmp_path, base, monkeypatch):
         "actor_rollout_ref.rollout.name=tests.trainer.mortal:Mortal",
         "actor_rollout_ref.rollout.weight_transport=collective",
     ]
-    run = launch(tmp_path, "disturbed", [*base, *options], KILLED_IN_UPDATE)
+    run = launch(tmp_path, "disturbed", base, *options, before=KILLED_IN_UPDATE)
     assert run.wait(400) == 0, run.text()
     assert not list((tmp_path / "deaths").iterdir()), run.text()
     text = " ".join(run.text().split())

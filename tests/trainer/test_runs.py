@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.runs import RAY_STARTED, Launch, one_thread, quiet, write_reward, write_sums
+from tests.trainer.runs import RAY_STARTED, Launch, digits, launch, one_thread, quiet, write_reward
 from verlite.report.export import Base, export_checkpoint, find_checkpoint
 from verlite.trainer.saving import exported_step
 
@@ -28,32 +28,8 @@ NO_VALIDATION = ["trainer.val_before_train=false", "trainer.test_freq=-1"]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tiny_qwen2):
-    folder = tmp_path_factory.mktemp("sums")
-    # Any text gets some of this score, so that advantages are not all 0.
-    reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
-    return [
-        f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
-        f"data.val_files={write_sums(folder / 'val.parquet', 8, 64)}",
-        f"custom_reward_function.path={reward}",
-        f"actor_rollout_ref.model.path={tiny_qwen2}",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=8",
-        "data.max_response_length=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.n=4",
-        "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=1",
-        "trainer.test_freq=2",
-        "trainer.rollouts_per_step=-1",
-    ]
-
-
-def launch(tmp_path, name, base, *overrides, before=""):
-    log = tmp_path / f"{name}.log"
-    return Launch(tmp_path / name, [*base, *overrides], log, before, forked=True)
+    options = digits(tmp_path_factory.mktemp("sums"), tiny_qwen2)
+    return [*options, "trainer.n_gpus_per_node=1", "trainer.test_freq=2"]
 
 
 def when_logging(step, action):

@@ -16,8 +16,8 @@ Nothing finished is dropped for its age: a rule that drops trains on short answe
 
 With bound 0 both rules give exactly one batch per version, in order: synchronous training.
 
-Like the rest of the control this does no IO. It may be told things twice and late: answers of an
-attempt that is no longer wanted are refused.
+Like the rest of the control this does no IO. Events may be reported twice and late: an answer for a
+group that does not run is refused.
 """
 
 from collections import Counter
@@ -38,8 +38,6 @@ class State(StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"
     """Its samples teach nothing; another one is drawn in its place."""
-    FAILED = "failed"
-    """It cannot be sampled; another one is drawn in its place."""
 
 
 @dataclass
@@ -48,14 +46,12 @@ class Group:
 
     engine: where it runs or ran; None while it is queued.
     oldest: the oldest version that sampled a token of it; None while it is queued.
-    attempt: how often it was put back in the queue.
     """
 
     number: int
     state: State = State.QUEUED
     engine: int | None = None
     oldest: int | None = None
-    attempt: int = 0
 
 
 class Flow:
@@ -65,8 +61,8 @@ class Flow:
         step: finished steps.
         version: of the engines' weights; 0 while they have none.
         groups: those that are alive, by number.
-        gone: how many groups were trained, filtered or failed.
-        reasons: how many groups were filtered or failed, by reason.
+        gone: how many groups were trained or filtered.
+        reasons: how many groups were filtered, by reason.
 
     Args:
         groups_per_step: groups that one step trains on.
@@ -109,7 +105,7 @@ class Flow:
             State.RUNNING: len(self.groups) - queued - ready,
             State.READY: ready,
         }
-        return alive | {s: self.gone[s] for s in (State.TRAINED, State.FILTERED, State.FAILED)}
+        return alive | {s: self.gone[s] for s in (State.TRAINED, State.FILTERED)}
 
     # Admission
 
@@ -176,23 +172,21 @@ class Flow:
 
     # What happens to a group
 
-    def finished(self, number: int, oldest: int | None = None, attempt: int | None = None) -> bool:
-        """All samples of a group are finished and scored. Returns whether to keep them.
+    def finished(self, number: int, oldest: int | None = None) -> bool:
+        """All samples of a group are finished and scored. Returns whether to keep them: False if
+        the group does not run (any more).
 
-        False if the group has been told before, or if it is another attempt's answer.
+        The caller drops answers of engines that it has given up (`engine_lost`).
 
         Args:
             oldest: the oldest version that sampled one of its tokens. By default the one under
                 which it was started.
-            attempt: `Group.attempt` when it was started. By default the current one.
 
         Raises ValueError if `number` was never drawn, or if `oldest` is not between the version
         under which the group was started and the newest.
         """
         group = self._find(number)
         if group is None or group.state is not State.RUNNING:
-            return False
-        if attempt not in (None, group.attempt):
             return False
         assert group.engine is not None and group.oldest is not None
         if oldest is not None and oldest != group.oldest:
@@ -219,31 +213,11 @@ class Flow:
         group = self._find(number)
         if group is None or group.state is not State.READY:
             return False
-        self._leave(group, State.FILTERED, reason)
-        return True
-
-    def failed(self, number: int, reason: str, attempt: int | None = None) -> bool:
-        """A group cannot be sampled at all. Admission may draw another in its place.
-
-        Its engine must not work on it any more. Returns False if it is not alive any more, or if
-        another attempt has failed.
-
-        Args:
-            attempt: as in `finished`.
-
-        Raises ValueError if `number` was never drawn.
-        """
-        group = self._find(number)
-        if group is None or attempt not in (None, group.attempt):
-            return False
-        self._leave(group, State.FAILED, reason)
-        return True
-
-    def _leave(self, group: Group, state: State, reason: str) -> None:
         self._take_out(group)
-        del self.groups[group.number]
-        self.gone[state] += 1
+        del self.groups[number]
+        self.gone[State.FILTERED] += 1
         self.reasons[reason] += 1
+        return True
 
     def _find(self, number: int) -> Group | None:
         """Return the group if it is alive. Raises ValueError if it was never drawn."""
@@ -350,7 +324,7 @@ class Flow:
     def engine_lost(self, engine: int) -> list[int]:
         """An engine has died. Put back what it ran. Returns the numbers, ascending.
 
-        Nothing is assigned to it until `engine_back`. May be told twice.
+        Nothing is assigned to it until `engine_back`. May be called twice.
         """
         numbers = sorted(self._running.get(engine, set()))
         for number in numbers:
@@ -370,7 +344,6 @@ class Flow:
 
     def _put_back(self, group: Group) -> None:
         group.state, group.engine, group.oldest = State.QUEUED, None, None
-        group.attempt += 1
         self._queued.add(group.number)
 
     def engine_back(self, engine: int) -> None:
@@ -380,14 +353,14 @@ class Flow:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep, for JSON: the step and all groups that are
-        alive."""
+        """Return what a checkpoint has to keep, for JSON: the step and all groups that are alive.
+        `check_flow_state` has its shape."""
         return {
             "step": self.step,
             "next": self._next,
             "gone": {str(state): count for state, count in self.gone.items()},
             "reasons": dict(self.reasons),
-            "groups": [[g.number, str(g.state), g.oldest, g.attempt] for g in self.groups.values()],
+            "groups": [[g.number, str(g.state), g.oldest] for g in self.groups.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any], ready: Collection[int] = ()) -> None:
@@ -401,8 +374,8 @@ class Flow:
         self.step, self._next = state["step"], state["next"]
         self.gone = Counter({State(name): count for name, count in state["gone"].items()})
         self.reasons = Counter(state["reasons"])
-        for number, name, oldest, attempt in state["groups"]:
-            group = self.groups[number] = Group(number, State(name), None, oldest, attempt)
+        for number, name, oldest in state["groups"]:
+            group = self.groups[number] = Group(number, State(name), None, oldest)
             if group.state is State.READY and number in ready:
                 self._ready.add(number)
                 self._started_with[oldest] += 1
@@ -415,3 +388,80 @@ class Flow:
             old = sorted(number for number in self._ready if self._oldest(number) <= version)
             places = (version + self.bound - self.step) * self.groups_per_step
             self.again(old[max(0, places) :])
+
+
+def flow_state_at(step: int, groups_per_step: int) -> dict[str, Any]:
+    """Return the state of a flow that has trained all groups that it drew."""
+    drawn = step * groups_per_step
+    gone = {State.TRAINED: drawn}
+    return {"step": step, "next": drawn, "gone": gone, "reasons": {}, "groups": []}
+
+
+def ready_versions(state: dict[str, Any]) -> dict[int, int]:
+    """Return the oldest version of each ready group of a state."""
+    return {number: oldest for number, name, oldest in state["groups"] if name == State.READY}
+
+
+def check_flow_state(state: Any, step: int, groups_per_step: int) -> list[int]:
+    """Check that a flow can go on from a state of `Flow.state_dict`. Return the numbers of its
+    groups.
+
+    step: of the checkpoint that the state is of.
+
+    Raises:
+        ValueError: names the entry, its value and what it must be.
+    """
+    kinds = {"step": int, "next": int, "gone": dict, "reasons": dict, "groups": list}
+    check_entries("flow", state, kinds)
+    if state["step"] != step:
+        raise wrong("flow.step", state["step"], f"{step}, the checkpoint's step")
+    for place, group in enumerate(state["groups"]):
+        if not _is_group(group, state["next"], step + 1):
+            rule = (
+                f"[number below next={state['next']}, queued or running or ready, oldest version "
+                f"up to {step + 1} or null if it is queued]"
+            )
+            raise wrong(f"flow.groups[{place}]", group, rule)
+    numbers = [group[0] for group in state["groups"]]
+    if len(set(numbers)) != len(numbers):
+        raise wrong("flow.groups", numbers, "each number once")
+    for entry, names in (("gone", set(State)), ("reasons", set(state["reasons"]))):
+        if not set(state[entry]) <= names or not all(map(is_count, state[entry].values())):
+            raise wrong(f"flow.{entry}", state[entry], "counts by name")
+    drawn = step * groups_per_step + state["gone"].get(State.FILTERED, 0) + len(numbers)
+    if state["next"] != drawn:
+        rule = f"{drawn}: {groups_per_step} for each step, those left out, and those of flow.groups"
+        raise wrong("flow.next", state["next"], rule)
+    return numbers
+
+
+def check_entries(name: str, value: Any, kinds: dict[str, type]) -> None:
+    """Check the types of a dict's entries. Raises ValueError, as `check_flow_state`."""
+    if not isinstance(value, dict):
+        raise wrong(name, value, "an object")
+    for entry, kind in kinds.items():
+        if type(value.get(entry)) is not kind:
+            words = {int: "a whole number", dict: "an object", list: "a list"}
+            raise wrong(f"{name}.{entry}", value.get(entry), words[kind])
+
+
+def _is_group(group: Any, drawn: int, newest: int) -> bool:
+    """Return whether this is a group of `Flow.state_dict`."""
+    if not isinstance(group, list) or len(group) != 3:
+        return False
+    number, name, oldest = group
+    if not (is_count(number) and number < drawn):
+        return False
+    if name == State.QUEUED:
+        return oldest is None
+    return name in (State.RUNNING, State.READY) and is_count(oldest) and 1 <= oldest <= newest
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number from 0."""
+    return type(value) is int and value >= 0
+
+
+def wrong(entry: str, value: Any, rule: str) -> ValueError:
+    """Return the error of an entry of a state that has a value against the rule."""
+    return ValueError(f"{entry} is {value!r:.80}, and must be {rule}")

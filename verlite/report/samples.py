@@ -83,7 +83,6 @@ STATE_WORDS = {
     State.RUNNING: "running",
     State.QUEUED: "queued",
     State.FILTERED: "filtered",
-    State.FAILED: "failed",
 }
 
 

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verlite.control.flow import Flow, State
+from verlite.control.flow import (
+    Flow,
+    check_entries,
+    check_flow_state,
+    flow_state_at,
+    is_count,
+    wrong,
+)
 from verlite.protocol.data import DataProto
 
 
@@ -124,9 +131,7 @@ def state_at(step: int, prompts: int) -> dict[str, Any]:
 
     prompts: of one step.
     """
-    drawn = step * prompts
-    flow = {"step": step, "next": drawn, "gone": {State.TRAINED: drawn}, "reasons": {}}
-    return {"flow": flow | {"groups": []}, "rows": {}, "undrawn": []}
+    return {"flow": flow_state_at(step, prompts), "rows": {}, "undrawn": []}
 
 
 def check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) -> None:
@@ -139,46 +144,15 @@ def check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) 
         size: number of rows of the training data.
 
     Raises:
-        ValueError: names the entry, its value and what it must be.
+        ValueError: names the entry, its value, what it must be, and the remedy.
     """
-    step = state["step"]
-    if is_async and state["version"] != step + 1:
-        raise _wrong("version", state["version"], f"step + 1 = {step + 1}")
-    if "groups" not in state:
-        return
-    saved = state["groups"]
-    _check_entries("groups", saved, {"flow": dict, "rows": dict, "undrawn": list})
-    flow, rows, undrawn = saved["flow"], saved["rows"], saved["undrawn"]
-    kinds = {"step": int, "next": int, "gone": dict, "reasons": dict, "groups": list}
-    _check_entries("groups.flow", flow, kinds)
-    if flow["step"] != step:
-        raise _wrong("groups.flow.step", flow["step"], f"{step}, the checkpoint's step")
-    for place, group in enumerate(flow["groups"]):
-        if not _is_group(group, flow["next"], step + 1):
-            rule = (
-                f"[number below next={flow['next']}, queued or running or ready, oldest version "
-                f"up to {step + 1} or null if it is queued, attempt]"
-            )
-            raise _wrong(f"groups.flow.groups[{place}]", group, rule)
-    numbers = [group[0] for group in flow["groups"]]
-    if len(set(numbers)) != len(numbers):
-        raise _wrong("groups.flow.groups", numbers, "each number once")
-    for entry in ("gone", "reasons"):
-        names = set(State) if entry == "gone" else set(flow[entry])
-        if not set(flow[entry]) <= names or not all(map(_is_count, flow[entry].values())):
-            raise _wrong(f"groups.flow.{entry}", flow[entry], "counts by name")
-    left_out = flow["gone"].get(State.FILTERED, 0) + flow["gone"].get(State.FAILED, 0)
-    drawn = step * prompts + left_out + len(numbers)
-    if flow["next"] != drawn:
-        rule = f"{drawn}: {prompts} for each step, those left out, and those of groups.flow.groups"
-        raise _wrong("groups.flow.next", flow["next"], rule)
-    if set(rows) != {str(number) for number in numbers}:
-        raise _wrong("groups.rows", sorted(rows), f"of the groups {sorted(numbers)}")
-    for entry, found in (("rows", list(rows.values())), ("undrawn", undrawn)):
-        for row in found:
-            if not _is_count(row) or row >= size:
-                raise _wrong(f"groups.{entry}", row, f"a row of the training data, 0 to {size - 1}")
-    waiting = len(numbers) + len(undrawn)
+    try:
+        waiting = _check_state(state, is_async, prompts, size)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Resume from another checkpoint (trainer.resume_mode=resume_path), or start "
+            "again with trainer.resume_mode=disable"
+        ) from None
     if waiting and not is_async:
         raise ValueError(
             f"groups: {waiting} prompts were drawn and are not trained yet, which "
@@ -186,34 +160,24 @@ def check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) 
         )
 
 
-def _check_entries(name: str, value: Any, kinds: dict[str, type]) -> None:
-    """Check the types of a dict's entries."""
-    if not isinstance(value, dict):
-        raise _wrong(name, value, "an object")
-    for entry, kind in kinds.items():
-        if type(value.get(entry)) is not kind:
-            words = {int: "a whole number", dict: "an object", list: "a list"}
-            raise _wrong(f"{name}.{entry}", value.get(entry), words[kind])
-
-
-def _is_group(group: Any, drawn: int, newest: int) -> bool:
-    """Return whether this is a group of `Flow.state_dict`."""
-    if not isinstance(group, list) or len(group) != 4:
-        return False
-    number, name, oldest, attempt = group
-    if not (_is_count(number) and number < drawn and _is_count(attempt)):
-        return False
-    if name == State.QUEUED:
-        return oldest is None
-    return name in (State.RUNNING, State.READY) and _is_count(oldest) and 1 <= oldest <= newest
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _wrong(entry: str, value: Any, rule: str) -> ValueError:
-    return ValueError(
-        f"{entry} is {value!r:.80}, and must be {rule}. Resume from another checkpoint "
-        "(trainer.resume_mode=resume_path), or start again with trainer.resume_mode=disable"
-    )
+def _check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) -> int:
+    """See `check_state`. Return how many prompts were drawn and are not trained."""
+    step = state["step"]
+    if is_async and state["version"] != step + 1:
+        raise wrong("version", state["version"], f"step + 1 = {step + 1}")
+    if "groups" not in state:
+        return 0
+    saved = state["groups"]
+    check_entries("groups", saved, {"flow": dict, "rows": dict, "undrawn": list})
+    rows, undrawn = saved["rows"], saved["undrawn"]
+    try:
+        numbers = check_flow_state(saved["flow"], step, prompts)
+    except ValueError as error:
+        raise ValueError(f"groups.{error}") from None
+    if set(rows) != {str(number) for number in numbers}:
+        raise wrong("groups.rows", sorted(rows), f"of the groups {sorted(numbers)}")
+    for entry, found in (("rows", list(rows.values())), ("undrawn", undrawn)):
+        for row in found:
+            if not is_count(row) or row >= size:
+                raise wrong(f"groups.{entry}", row, f"a row of the training data, 0 to {size - 1}")
+    return len(numbers) + len(undrawn)

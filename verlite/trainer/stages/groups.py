@@ -12,7 +12,7 @@ import torch
 
 from verlite.config.critical import code_contents
 from verlite.config.plan import steps_ahead
-from verlite.control.flow import Flow, State
+from verlite.control.flow import Flow, State, ready_versions
 from verlite.controller.columns import keep
 from verlite.controller.failures import RankDied
 from verlite.protocol.data import DataProto
@@ -26,11 +26,11 @@ from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.rollout import (
     REQUEST_FIELDS,
     check_failed_samples,
-    most_generations,
+    check_generations,
+    generations_of,
     requests_of,
     score,
     shape_rewards,
-    too_few_groups,
     with_signal,
 )
 from verlite.trainer.stages.weights import call_engines, replace_engines, sync_weights
@@ -65,7 +65,7 @@ def open_groups(run: Run, state: dict[str, Any], checkpoint: Checkpoint | None =
         groups.add(int(number), row, requests_of_group(run, int(number), row))
     found: dict[int, DataProto] = {}
     if checkpoint is not None and state.get("code") == code_contents(run.config):
-        ready = {group[0]: group[2] for group in saved["flow"]["groups"] if group[1] == State.READY}
+        ready = ready_versions(saved["flow"])
         found = saved_groups.read(checkpoint, groups.requests, ready, run.display.warn)
     flow.load_state_dict(saved["flow"], found)
     kept = [number for number in found if flow.groups[number].state is State.READY]
@@ -176,7 +176,7 @@ def filter_group(run: Run, number: int) -> None:
     A group with a failed sample stays: the step counts its failures.
 
     Raises:
-        TooFewGroups: see `stages.rollout.filter_groups`.
+        TooFewGroups: see `stages.rollout.check_generations`.
     """
     groups = _groups(run)
     samples = groups.samples([number])
@@ -187,15 +187,14 @@ def filter_group(run: Run, number: int) -> None:
     if is_kept:
         return
     groups.leave_out(number, "samples do not differ")
-    if (generations := _generations(run)) > most_generations(run):
-        scores, kept = zip(*groups.judged, strict=True)
-        raise too_few_groups(run, generations - 1, sum(kept), statistics.fmean(scores))
+    scores, kept = zip(*groups.judged, strict=True)
+    check_generations(run, _generations(run), sum(kept), statistics.fmean(scores))
 
 
 def _generations(run: Run) -> int:
-    """Return how many generations of `data.gen_batch_size` prompts the step has needed."""
+    """Return how many generations the step needs, with those of the prompts left out."""
     left_out = sum(not is_kept for _, is_kept in _groups(run).judged)
-    return -(-(run.plan.prompts + left_out) // run.plan.gen_prompts)
+    return generations_of(run, run.plan.prompts + left_out)
 
 
 def sync_running_engines(run: Run) -> None:

@@ -284,7 +284,7 @@ def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
         return samples
     plan = run.plan
     informative = samples.select_idxs(with_signal(run, samples))
-    generations = run.current.prompts_drawn // plan.gen_prompts
+    generations = generations_of(run, run.current.prompts_drawn)
     _average_over_generations(run, samples, len(informative), generations)
     parts = [part for part in (batch, informative) if len(part)]
     collected = informative
@@ -296,9 +296,8 @@ def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
     if len(batch) == plan.batch_size:
         sleep(run)
         return batch
-    if generations >= most_generations(run):
-        kept = len(batch) // plan.samples_per_prompt
-        raise too_few_groups(run, generations, kept, run.metrics["filter_groups/score/mean"])
+    kept = len(batch) // plan.samples_per_prompt
+    check_generations(run, generations + 1, kept, run.metrics["filter_groups/score/mean"])
     return batch
 
 
@@ -309,18 +308,26 @@ def with_signal(run: Run, samples: DataProto) -> torch.Tensor:
     return rows_with_signal(metric, uids, samples.batch["valid"])
 
 
-def most_generations(run: Run) -> int:
-    """Return how many generations a step may take: one pass over the data, unless
-    `filter_groups.max_num_gen_batches` says it."""
+def generations_of(run: Run, prompts: int) -> int:
+    """Return how many generations of `data.gen_batch_size` prompts have that many prompts."""
+    return -(-prompts // run.plan.gen_prompts)
+
+
+def check_generations(run: Run, needed: int, kept: int, mean_score: float) -> None:
+    """Raise TooFewGroups if a step needs more generations than it may take: one pass over the data,
+    unless `filter_groups.max_num_gen_batches` says it.
+
+    Args:
+        needed: generations of the step so far, with the next one if it is not full.
+        kept: prompts of the step so far.
+        mean_score: of all samples of the step, before filtering.
+    """
     limit = run.config.algorithm.filter_groups.max_num_gen_batches
-    return limit or -(-len(run.train_data) // run.plan.gen_prompts)
-
-
-def too_few_groups(run: Run, generations: int, kept: int, mean_score: float) -> TooFewGroups:
-    """Return the error of a step that could not be filled."""
+    if needed <= (limit or generations_of(run, len(run.train_data))):
+        return
     plan, name = run.plan, run.config.algorithm.filter_groups.metric or "score"
-    return TooFewGroups(
-        f"after {generations} generations of {plan.gen_prompts} prompts, only {kept} of "
+    raise TooFewGroups(
+        f"after {needed - 1} generations of {plan.gen_prompts} prompts, only {kept} of "
         f"data.train_batch_size={plan.prompts} have samples whose {name} differs (mean score "
         f"{mean_score:.3g}): the other prompts are too easy or too hard for this policy. Use other "
         "prompts, raise actor_rollout_ref.rollout.n or temperature, allow more with "
