@@ -1,12 +1,11 @@
 """Metrics of staleness against hand-worked values, naive loops and invariances."""
 
-import math
 import random
 
 import pytest
 import torch
 
-from verlite.algorithms.staleness import age_metrics, effective_sample_size, length_distance
+from verlite.algorithms.staleness import age_metrics, length_distance
 
 
 def test_ages_of_tokens():
@@ -40,36 +39,6 @@ def test_ages_do_not_depend_on_how_tokens_are_split_into_spans_and_rows():
     assert apart.pop("age/mixed_rows") == 0.0 and together.pop("age/mixed_rows") == 1.0
     assert apart == together
     assert sum(apart[f"age/share_{age}"] for age in range(5)) == pytest.approx(1.0)
-
-
-def test_effective_sample_size_of_hand_worked_weights():
-    """Tokens: w = 1, 3, 2, 1 of mean 1.75 and mean square 3.75. Rows: 3 and 2."""
-    rollout = torch.full((3, 2), -5.0)
-    ratios = torch.tensor([[1.0, 3.0], [2.0, 1.0], [9.0, 9.0]])
-    mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
-    old = rollout + ratios.log()
-    assert effective_sample_size(old, rollout, mask, "token") == pytest.approx(1.75**2 / 3.75)
-    found = effective_sample_size(old, rollout, mask, "sequence")
-    assert found == pytest.approx(2.5**2 / 6.5)
-    assert effective_sample_size(old, rollout, mask * 0, "token") is None
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_effective_sample_size_agrees_with_a_naive_reference(level):
-    torch.manual_seed(0)
-    old, rollout = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
-    mask = torch.rand(6, 5) < 0.7
-    mask[3] = False
-    weights = []
-    for row in range(6):
-        logs = [float(old[row, i] - rollout[row, i]) for i in range(5) if mask[row, i]]
-        if level == "sequence" and logs:
-            logs = [sum(logs)]
-        weights += [math.exp(log) for log in logs]
-    naive = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
-    assert effective_sample_size(old, rollout, mask, level) == pytest.approx(naive, rel=1e-12)
-    constant = effective_sample_size(old + 0.5, old, torch.ones(6, 5), level)
-    assert constant == pytest.approx(1.0, rel=1e-12)
 
 
 def naive_distance(some, others):

@@ -1,6 +1,7 @@
 """BatchedEngine: requests, weight syncs, sleep and failures on the engine's thread."""
 
 import asyncio
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from verlite.rollout.types import (
     EngineDied,
     EngineError,
     EngineOptions,
+    Load,
     Sampling,
     WeightSyncError,
 )
@@ -102,6 +104,30 @@ def test_failed_step_fails_all_requests(tiny_qwen2):
     for attempt in (lambda: ask(engine, [[5]], SAMPLING), engine.fingerprint, engine.sleep):
         with pytest.raises(EngineError, match="died"):
             attempt()
+    engine.close()
+
+
+@pytest.mark.parametrize(("slots", "at_once"), [(math.inf, 3), (2, 2)])
+def test_the_load_counts_time_in_steps_and_the_samples_in_them(
+    tiny_qwen2, monkeypatch, slots, at_once
+):
+    now = [100.0]
+    monkeypatch.setattr(batched, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine, core = start(tiny_qwen2, slots=slots)
+    steps = []
+
+    def two_seconds():
+        steps.append(core.pending())
+        now[0] += 2.0
+
+    core.fault = two_seconds
+    now[0] += 10.0
+    assert engine.load() == Load(110.0, 0.0, 0.0)
+    ask(engine, [[5], [6], [7]], SAMPLING)
+    load = engine.load()
+    assert set(steps) == {3} and load.busy_s == 2.0 * len(steps) > 0
+    assert load.sample_seconds == at_once * load.busy_s
+    assert load.at == 110.0 + load.busy_s
     engine.close()
 
 

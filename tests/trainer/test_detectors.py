@@ -37,6 +37,12 @@ HEALTHY = {
     "actor/nonfinite": 0.0,
     "timing_s/reward": 1.0,
     "timing_s/step": 20.0,
+    "async/age/mean": 1.0,
+    "training/rollout_eff_sample_size_token": 0.95,
+    "async/length_distance": 0.02,
+    "async/length_distance_limit": 0.05,
+    "fully_async/trainer/idle_ratio": 0.1,
+    "fully_async/rollouter/idle_ratio": 0.2,
     "perf/straggler/actor": 0.0,
     "perf/straggler/rollout": 4.0,
     "perf/driver_max_rss_gb": 1.0,
@@ -73,6 +79,9 @@ TROUBLE = {
     "entropy_high": [{"actor/entropy": 2.6}],
     "kl": [{"actor/ppo_kl": -1.5}, {"actor/kl_loss": 30.0}, {"actor/reward_kl_penalty": 1.1}],
     "gap": [{"training/log_prob_gap": 0.02}],
+    "eff_sample_size": [{"training/rollout_eff_sample_size_token": 0.4}],
+    "length_bias": [{"async/length_distance": 0.12}],
+    "idle": [{"fully_async/trainer/idle_ratio": 0.6}, {"fully_async/rollouter/idle_ratio": 0.7}],
     "hacking": [{"critic/score/mean": 0.64, VAL: 0.2}],
     "hacking_length": [{"critic/score/mean": 0.64, "response_length/mean": 700.0}],
     "hacking_format": [{"critic/score/mean": 0.64, "env/format_valid": 0.6}],
@@ -115,6 +124,24 @@ def test_gdpo_has_a_signal_while_any_part_differs():
     few = {**equal, **differs, "rollout/zero_variance_groups": 0.97}
     (found,) = Detectors(DetectConfig(patience=1)).check(1, {**HEALTHY, **few})
     assert "the prompts all have the same reward parts, so only 3%" in found.text
+
+
+def test_lengths_that_differ_by_chance_or_on_purpose_are_no_bias():
+    few = {"async/length_distance": 0.2, "async/length_distance_limit": 0.3}
+    assert run(healthy(9, **few)) == []
+    bad = {"async/length_distance": 0.2}
+    filters = Detectors(DetectConfig(), ignored=ignored(True, True, is_async=True, filters=True))
+    assert [one for step in healthy(9, **bad) for one in filters.check(1, step)] == []
+
+
+def test_sync_has_no_warning_of_asynchronous_training():
+    sync = {key: None for key in HEALTHY if "async/" in key}
+    assert run(healthy(9, **sync, **{"training/rollout_eff_sample_size_token": 0.1})) == []
+
+
+def test_waiting_for_less_than_a_second_is_not_said():
+    short = {"timing_s/step": 1.5, "fully_async/trainer/idle_ratio": 0.6, "timing_s/reward": 0.0}
+    assert run(healthy(9, **short, **{"perf/straggler/rollout": 0.0})) == []
 
 
 def test_a_warning_comes_again_after_the_trouble_was_gone():

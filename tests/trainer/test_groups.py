@@ -9,7 +9,7 @@ import torch
 from verlite.config.schema import Config
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto, object_array
-from verlite.rollout.types import Sampling
+from verlite.rollout.types import Load, Sampling
 from verlite.trainer.errors import StepAborted, TooFewGroups
 from verlite.trainer.groups import Groups, uid_of
 from verlite.trainer.metrics import Stopwatch
@@ -35,6 +35,7 @@ def answers(*numbers: int, oldest: int = 1, order=(1, 0)) -> DataProto:
     tensors = {
         "sample_index": torch.tensor([place for _, place in rows]),
         "oldest_version": torch.tensor([oldest] * len(rows)),
+        "response_length": torch.tensor([place + 1 for _, place in rows]),
         "raw_scores": torch.tensor([10.0 * number + place for number, place in rows]),
     }
     uids = object_array([uid_of(number, prompts=2) for number, _ in rows])
@@ -64,7 +65,7 @@ def test_a_batch_has_the_groups_and_their_samples_in_order(groups):
     assert not groups.publication_is_due
     groups.trained()
     assert groups.publication_is_due
-    groups.finish(answers(0))  # told twice
+    groups.finish(answers(0))  # reported twice
     assert sorted(groups.rows) == [2, 3] and sorted(groups.answers) == [3]
     assert groups.state_dict()["rows"] == {"2": 102, "3": 103}
 
@@ -92,7 +93,7 @@ def test_a_dead_engine_loses_what_it_ran_and_nothing_that_was_finished(groups):
         3: State.QUEUED,
     }
     assert sorted(groups.answers) == [0, 1, 2]
-    groups.finish(answers(3))  # said by nobody any more
+    groups.finish(answers(3))  # an answer for a group that does not run
     assert sorted(groups.answers) == [0, 1, 2]
     assert [n for part in groups.flow.assign().values() for n in part] == [3]
 
@@ -106,13 +107,43 @@ def test_the_driver_keeps_the_tokens_of_finished_samples(groups, monkeypatch):
         return batch.with_batch(kept=torch.ones(len(batch)))
 
     monkeypatch.setattr(stage, "keep", keep)
-    monkeypatch.setattr(stage, "call_engines", lambda run, method, *args: [answers(0), answers(2)])
+    found = [answers(0).with_meta(load=Load(1.0)), answers(2).with_meta(load=Load(2.0))]
+    monkeypatch.setattr(stage, "call_engines", lambda run, method, *args: found)
     run = SimpleNamespace(groups=groups, plan=SimpleNamespace(filters_groups=False))
     run.rollout = SimpleNamespace(finished=None)
     stage.collect(run)
     assert sorted(groups.answers) == [0, 2] and kept == [KEPT, KEPT]
+    assert groups.loads == {0: Load(1.0), 1: Load(2.0)}
     assert all("kept" in answer.tensors() for answer in groups.answers.values())
     assert not RolloutWorker.finished.__keep_remote__
+
+
+def test_lengths_are_compared_with_all_samples_that_have_finished(groups):
+    """Groups with lengths of 1 and 2 finish: two are sampled again and trained, one is left out."""
+    groups.finish(answers(0, 1))
+    groups.in_step = groups.flow.choose()
+    groups.again()
+    groups.flow.assign()
+    groups.finish(answers(0, 1, 2))
+    groups.leave_out(2, "too old")
+    groups.finish(answers(3))
+    groups.in_step = [0, 1]
+    groups.trained()
+    assert list(groups.window.trained) == [[1, 2, 1, 2]]
+    assert list(groups.window.sampled) == [[1, 2] * 6, []]
+
+
+def test_the_load_of_an_engine_is_that_of_its_process(groups):
+    groups.loads = {0: Load(10.0, 1.0, 3.0), 1: Load(50.0, 5.0, 5.0)}
+    assert groups.metrics(1, 4.0) == {}, "there was no report before"
+    groups.loads |= {0: Load(20.0, 6.0, 23.0), 1: Load(60.0, 15.0, 35.0)}
+    assert groups.metrics(1, 4.0) == {
+        "fully_async/rollouter/idle_ratio": 1 - 15.0 / 20.0,
+        "async/idle_slots": 1 - 50.0 / (20.0 * 4.0),
+    }
+    groups.engines_replaced([1])
+    groups.loads |= {0: Load(30.0, 6.0, 23.0), 1: Load(3.0, 2.0, 2.0)}
+    assert groups.metrics(1, 4.0)["fully_async/rollouter/idle_ratio"] == 1.0
 
 
 def test_samples_that_a_service_failed_are_forgotten(groups):

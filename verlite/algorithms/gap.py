@@ -9,15 +9,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-SUMS = ("tokens", "log", "diff", "diff2", "p", "q", "p2", "q2", "pq")
+from verlite.algorithms.rollout_correction import importance_ratios, log_ratios
+
+SUMS = (
+    *("tokens", "log", "diff", "diff2", "p", "q", "p2", "q2", "pq"),
+    *("w", "w2", "rows", "row_w", "row_w2"),
+)
 MAXIMA = ("log_max", "diff_max")
+EFF_SAMPLE_SIZE = "training/rollout_eff_sample_size"
+"""Metric, with _token or _seq."""
 
 
 def gap_rows(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return each row's statistics over the mask, [b, G] float64: SUMS, then MAXIMA.
 
     With p and q the trainer's and the engine's probability of a token: tokens counts tokens, log is
-    |log p - log q|, diff is |p - q|, and the rest are the terms of their variance and correlation.
+    |log p - log q|, diff is |p - q|, and p to pq are the terms of their variance and correlation. w
+    is the importance weight p / q and row_w its product over a row; rows is 1 unless the mask is 0.
 
     log_prob, rollout_log_prob, mask: [b, R].
     """
@@ -28,8 +36,12 @@ def gap_rows(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor
     q = log_q.exp() * selected
     gap = (log_p - log_q).abs()
     diff = (p - q).abs()
-    terms = (selected, gap, diff, diff**2, p, q, p**2, q**2, p * q)
+    log_ratio = log_ratios(log_p, log_q, selected)
+    w = importance_ratios(log_ratio, selected, "token")
+    row_w = importance_ratios(log_ratio, selected, "sequence").amax(1)
+    terms = (selected, gap, diff, diff**2, p, q, p**2, q**2, p * q, w, w**2)
     sums = [term.double().sum(1) for term in terms]
+    sums += [selected.any(1).double(), row_w, row_w**2]
     return torch.stack([*sums, gap.amax(1), diff.amax(1)], dim=1)
 
 
@@ -53,6 +65,9 @@ def gap_metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
     training/rollout_probs_diff_{mean,max,std}: statistics of |p - q| (verl's names; unbiased
         standard deviation). training/rollout_probs_diff_valid: 1.
     training/rollout_actor_probs_pearson_corr: correlation of p and q; 0 if p or q is constant.
+    training/rollout_eff_sample_size_{token,seq}: effective sample size (sum w)^2 / (n * sum w^2) of
+        the unbounded importance weights of tokens, and of rows: 1 if all are equal, 1/n if one has
+        all the weight. A predictor of collapse in VCPO, arXiv:2602.17616.
     """
     total = {name: float(sums.get(f"gap/{name}", 0)) for name in (*SUMS, *MAXIMA)}
     n = total["tokens"]
@@ -71,4 +86,6 @@ def gap_metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         "training/rollout_probs_diff_max": total["diff_max"],
         "training/rollout_probs_diff_std": (diff_squares / max(1.0, n - 1)) ** 0.5,
         "training/rollout_actor_probs_pearson_corr": covariance / scale if scale else 0.0,
+        f"{EFF_SAMPLE_SIZE}_token": total["w"] ** 2 / (n * total["w2"]),
+        f"{EFF_SAMPLE_SIZE}_seq": total["row_w"] ** 2 / (total["rows"] * total["row_w2"]),
     }

@@ -1,8 +1,8 @@
 """How stale training data are, and whether they are a fair sample: metrics of asynchronous
 training.
 
-References: effective sample size as a predictor of collapse: VCPO, arXiv:2602.17616. Lengths of
-trained against lengths of sampled responses: Mistral AI 2025, "Magistral", arXiv:2506.10910.
+Lengths of trained against lengths of sampled responses: Mistral AI 2025, "Magistral",
+arXiv:2506.10910.
 """
 
 from collections import Counter
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from verlite.algorithms.rollout_correction import importance_ratios, log_ratios
 from verlite.protocol.metrics import Metrics
 
 
@@ -49,27 +48,6 @@ def age_metrics(step: int, spans: Iterable[Iterable[tuple[int, int]]]) -> Metric
         **{f"age/share_{age}": tokens[age] / total for age in range(max(tokens) + 1)},
         "age/mixed_rows": mixed / rows,
     }
-
-
-def effective_sample_size(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str
-) -> float | None:
-    """Return (sum w)^2 / (n * sum w^2) of the unbounded importance weights: 1 if all are equal, 1/n
-    if one has all the weight. None if no token is on the mask.
-
-    Args:
-        old_log_probs: [B, R], the trainer's log-probs before the update.
-        rollout_log_probs: [B, R], the log-probs of the versions that sampled the tokens.
-        mask: [B, R], 1 on sampled tokens of rows that count.
-        level: "token": a weight per token. "sequence": one per row, the product over its tokens.
-    """
-    mask = mask.bool()
-    if not mask.any():
-        return None
-    log_ratio = log_ratios(old_log_probs.double(), rollout_log_probs.double(), mask)
-    weights = importance_ratios(log_ratio, mask, level)
-    weights = weights.amax(-1)[mask.any(-1)] if level == "sequence" else weights[mask]
-    return float(weights.mean().square() / weights.square().mean())
 
 
 def length_distance(trained: Tensor, sampled: Tensor) -> float | None:

@@ -1332,6 +1332,19 @@ class DetectConfig:
     gap: Optional[float] = limit_key(
         5.0, "Log-prob gap of trainer and rollout engine, as a multiple of that of the first steps."
     )
+    eff_sample_size: Optional[float] = limit_key(
+        0.5, "trainer.mode=async: effective sample size of a step, as a share of its tokens."
+    )
+    length_bias: Optional[float] = limit_key(
+        0.1,
+        "trainer.mode=async: Kolmogorov-Smirnov distance between the lengths of trained and of "
+        "sampled responses, over 20 steps.",
+    )
+    idle: Optional[float] = limit_key(
+        0.5,
+        "trainer.mode=async: share of a step in which the trainer waits for samples, or the "
+        "engines have none to generate.",
+    )
     hacking: Optional[float] = limit_key(
         0.1,
         "Rise of the training score while the held-out score falls by as much, as a share of the "
@@ -1570,6 +1583,14 @@ class AsyncConfig:
         "kept, and reused.",
         choices=("fresh", "salted", "mixed"),
         used_when=".partial_rollout=true",
+    )
+    min_eff_sample_size: Optional[float] = key(
+        None,
+        "The run ends if the effective sample size of a step is less, as a share of its tokens "
+        "(with rollout_correction.rollout_is=sequence: of its samples): the weights that sampled "
+        "differ so much from those that train that few tokens decide the update. null: only the "
+        "warning of trainer.detect.eff_sample_size.",
+        bound="> 0 and < 1",
     )
 
 

@@ -6,6 +6,7 @@ requests, weight syncs and sleeping never overlap, and a Core needs no lock.
 
 import asyncio
 import itertools
+import math
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from verlite.rollout.types import (
     EngineDied,
     EngineError,
     EngineOptions,
+    Load,
     Sampling,
     Spans,
     WeightSyncError,
@@ -123,6 +125,7 @@ class BatchedEngine:
         swaps: whether weights may be loaded while requests run.
         request_timeout_s: seconds without a completed step after which a waiting request raises
             EngineDied.
+        slots: how many requests a step generates at most.
     """
 
     def __init__(
@@ -132,10 +135,11 @@ class BatchedEngine:
         has_weights: bool = False,
         swaps: bool = False,
         request_timeout_s: float = 1800.0,
+        slots: float = math.inf,
     ):
         self.version = 0 if has_weights else -1
         self._version_before = self.version
-        self._swaps = swaps
+        self._swaps, self._slots = swaps, slots
         self._awaits_probe = False
         self._timeout = request_timeout_s
         self._not_ready_reason: str | None = "it has no weights yet; call load_weights() first"
@@ -151,6 +155,7 @@ class BatchedEngine:
         self._spans: dict[int, Spans] = {}  # of tokens that running requests had at the last load
         self._request_ids = itertools.count()
         self.last_step = time.monotonic()
+        self._busy_s = self._sample_seconds = 0.0
         self._closing = False
         started: Future[PreTrainedTokenizerBase] = Future()
         self._thread = threading.Thread(
@@ -345,6 +350,10 @@ class BatchedEngine:
             "until a sync succeeds"
         )
 
+    def load(self) -> Load:
+        """Return how much the engine has done."""
+        return Load(time.monotonic(), self._busy_s, self._sample_seconds)
+
     def fingerprint(self) -> int:
         """Return the fingerprint of the weights the engine computes with, measured now."""
         return int(self._call(lambda core: core.fingerprint()))
@@ -431,7 +440,12 @@ class BatchedEngine:
                 self._run_jobs(core)
                 progress.here.requests = progress.here.pending = core.pending()
                 if self._may_step(core):
-                    self._resolve(core.step())
+                    began, running = time.monotonic(), min(core.pending(), self._slots)
+                    finished = core.step()
+                    seconds = time.monotonic() - began
+                    self._busy_s += seconds
+                    self._sample_seconds += running * seconds
+                    self._resolve(finished)
                     self._moved(core)
             self._fatal_error = EngineError("the engine was closed")
         except BaseException as error:  # requests that wait must always receive an answer
@@ -572,4 +586,5 @@ def build_engine(
         has_weights=pretrained,
         swaps=bool(rollout.kv_at_update),
         request_timeout_s=rollout.request_timeout_s,
+        slots=rollout.max_num_seqs,
     )

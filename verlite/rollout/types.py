@@ -114,6 +114,18 @@ class Completion:
     """Versions of the weights that sampled its tokens. Several if weights were loaded meanwhile."""
 
 
+@dataclass(frozen=True)
+class Load:
+    """What an engine has done since it was started."""
+
+    at: float
+    """When, by the clock time.monotonic() of its process."""
+    busy_s: float = 0.0
+    """Seconds in generation steps."""
+    sample_seconds: float = 0.0
+    """Their sum over the samples that each step generated."""
+
+
 class Status(StrEnum):
     """How a trajectory ended."""
 

@@ -127,6 +127,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
                     groups,
                     cuts_prompts=found.data["train"].report().truncated > 0,
                     is_async=config.trainer.mode == "async",
+                    filters=config.algorithm.filter_groups.enable,
                 ),
             ),
             service=found.service,

@@ -124,7 +124,9 @@ def needed(history: list[Metrics]) -> list[Metrics]:
     return [metrics for number, metrics in enumerate(history) if number in kept]
 
 
-def ignored(compares: bool, cuts_prompts: bool, is_async: bool = False) -> set[str]:
+def ignored(
+    compares: bool, cuts_prompts: bool, is_async: bool = False, filters: bool = False
+) -> set[str]:
     """Return the metrics that mean nothing in a run.
 
     Args:
@@ -134,8 +136,12 @@ def ignored(compares: bool, cuts_prompts: bool, is_async: bool = False) -> set[s
             tokens is whole.
         is_async: whether samples are trained with newer weights than those that sampled them,
             which is a difference of log-probs without a fault.
+        filters: whether prompts are left out on purpose, which may have other lengths.
     """
-    uses = ((GROUPS, compares), (PROMPTS_CUT, cuts_prompts), (GAP, not is_async))
+    uses = (
+        *((GROUPS, compares), (PROMPTS_CUT, cuts_prompts)),
+        *((GAP, not is_async), (LENGTHS, not filters)),
+    )
     return {key for key, used in uses if not used}
 
 
@@ -151,6 +157,12 @@ STRAGGLER = "perf/straggler/"
 ENTROPY = "actor/entropy"
 KLS = ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
 GAP = "training/log_prob_gap"
+SAMPLE_SIZE = "training/rollout_eff_sample_size_token"
+AGE = "async/age/mean"
+LENGTHS = "async/length_distance"
+LENGTHS_CHANCE = "async/length_distance_limit"
+TRAINER_IDLE = "fully_async/trainer/idle_ratio"
+ENGINES_IDLE = "fully_async/rollouter/idle_ratio"
 ERRORS = "reward/error_rate"
 NONFINITE = "actor/nonfinite"
 REWARD_TIME = "timing_s/reward"
@@ -290,6 +302,55 @@ def gap(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | 
         "the start. Use algorithm.rollout_correction, a higher precision in "
         "actor_rollout_ref.rollout.dtype, or a lower learning rate"
     )
+
+
+def eff_sample_size(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """Few tokens decide the update: the weights that sampled are too different."""
+    size = now.get(SAMPLE_SIZE) if AGE in now else None
+    if limits.eff_sample_size is None or size is None or size >= limits.eff_sample_size:
+        return None
+    return (
+        f"the effective sample size is {size:.2g} of a step's tokens: the weights that sampled and "
+        "those that train differ so much that few tokens decide the update. Lower "
+        "async_training.max_age or the learning rate. async_training.min_eff_sample_size ends a "
+        "run in which it falls further"
+    )
+
+
+def length_bias(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The responses that are trained are not as long as those that were sampled."""
+    distance, chance = now.get(LENGTHS), now.get(LENGTHS_CHANCE)
+    if limits.length_bias is None or distance is None or chance is None:
+        return None
+    if distance <= max(limits.length_bias, chance):
+        return None
+    return (
+        f"the lengths of trained and of sampled responses differ: {distance:.2g} "
+        f"(Kolmogorov-Smirnov), where chance gives up to {chance:.2g}. Are long samples left out? "
+        "Look for rewards or tools that fail on them, and for samples that are lost with an engine"
+    )
+
+
+def idle(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """Trainer and engines wait for each other."""
+    trainer, engines = now.get(TRAINER_IDLE), now.get(ENGINES_IDLE)
+    step = now.get(STEP_TIME)
+    if limits.idle is None or trainer is None or engines is None or not step:
+        return None
+    least = max(limits.idle, 1.0 / step)
+    if trainer > least:
+        return (
+            f"the trainer waits for samples in {trainer:.0%} of a step's time. Give the engines "
+            "more devices (cluster.component_placement), or let slow samples take several steps: "
+            "async_training.max_age"
+        )
+    if engines > least:
+        return (
+            f"the engines have nothing to generate in {engines:.0%} of the time. Give the trainer "
+            "more devices (cluster.component_placement), or let them sample further ahead: "
+            "async_training.depth"
+        )
+    return None
 
 
 def hacking(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
@@ -493,6 +554,9 @@ DETECTORS: dict[str, Detector] = {
     "entropy_high": entropy_high,
     "kl": kl,
     "gap": gap,
+    "eff_sample_size": eff_sample_size,
+    "length_bias": length_bias,
+    "idle": idle,
     "hacking": hacking,
     "hacking_length": hacking_length,
     "hacking_format": hacking_format,

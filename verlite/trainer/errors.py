@@ -52,6 +52,10 @@ class LogProbGap(Exception):
     """Trainer and rollout engine disagree on log-probs of the same tokens before any update."""
 
 
+class FewEffectiveSamples(Exception):
+    """The effective sample size of a step is below `async_training.min_eff_sample_size`."""
+
+
 REFUSED = (
     RunRefused,
     DataError,
@@ -68,6 +72,7 @@ FAILED = (
     RewardFailures,
     RolloutFailures,
     LogProbGap,
+    FewEffectiveSamples,
     TooFewGroups,
     WorkerError,
     StuckError,

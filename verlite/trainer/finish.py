@@ -15,6 +15,7 @@ from verlite.protocol.metrics import Metrics
 from verlite.trainer import checkpoints, saved_groups, saving
 from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.errors import StepAborted
+from verlite.trainer.groups import Groups
 from verlite.trainer.metrics import agent_metrics, batch_metrics, speed_metrics
 from verlite.trainer.run import Run
 from verlite.trainer.samples import keep_samples
@@ -117,18 +118,29 @@ def add_metrics(run: Run, batch: DataProto) -> None:
     parts = run.config.algorithm.gdpo_reward_keys or ()
     run.metrics.update(batch_metrics(batch, plan.longest_prompt, plan.longest_response, parts))
     run.metrics.update(agent_metrics(batch))
-    if run.groups is not None:
-        ages = age_metrics(run.step, batch.non_tensor_batch["version_spans"])
-        run.metrics.update({f"async/{name}": value for name, value in ages.items()})
     run.metrics["training/global_step"] = run.step
     run.metrics["training/epoch"] = run.sampler.epoch
     run.metrics["training/weight_version"] = run.version
     run.metrics.setdefault("perf/engine_restarts", 0.0)
     run.stopwatch.end_step()
     run.metrics.update(straggler_metrics(run))
+    if run.groups is not None:
+        run.metrics.update(async_metrics(run, run.groups, batch))
     tokens = run.metrics["perf/total_num_tokens"]
     response_tokens = float(batch.batch["trained_tokens"].sum())
     run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
+
+
+def async_metrics(run: Run, groups: Groups, batch: DataProto) -> Metrics:
+    """Return how old the samples are, whether they are a fair choice, and who waits for whom."""
+    ages = age_metrics(run.step, batch.non_tensor_batch["version_spans"])
+    rollout, seconds = run.config.actor_rollout_ref.rollout, run.stopwatch.seconds
+    most = (1 + groups.flow.depth) * run.plan.batch_size / run.plan.engines
+    return {
+        **{f"async/{name}": value for name, value in ages.items()},
+        **groups.metrics(run.plan.actor.epochs, min(rollout.max_num_seqs, most)),
+        "fully_async/trainer/idle_ratio": seconds["gen"] / seconds["step"],
+    }
 
 
 def straggler_metrics(run: Run) -> Metrics:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from verlite.control.flow import (
     Flow,
     check_entries,
@@ -17,6 +19,9 @@ from verlite.control.flow import (
     wrong,
 )
 from verlite.protocol.data import DataProto
+from verlite.protocol.metrics import Metrics
+from verlite.rollout.types import Load
+from verlite.trainer.flow_metrics import Window, load_metrics
 
 
 @dataclass
@@ -32,6 +37,9 @@ class Groups:
             tokens, so they outlive the engine.
         in_step: the groups of the current step, until its updates are done.
         numbers: number of each group by its uid.
+        window: lengths of the responses that were sampled and trained lately.
+        loads: what each engine has done, by its newest report.
+        loads_before: the same, when the last step ended.
         judged: with filter_groups, the mean score of each group that has finished since the last
             step, and whether it was kept.
     """
@@ -43,6 +51,9 @@ class Groups:
     answers: dict[int, DataProto] = field(default_factory=dict)
     in_step: list[int] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
+    window: Window = field(default_factory=Window)
+    loads: dict[int, Load] = field(default_factory=dict)
+    loads_before: dict[int, Load] = field(default_factory=dict)
     judged: list[tuple[float, bool]] = field(default_factory=list)
 
     def add(self, number: int, row: int, requests: DataProto) -> None:
@@ -70,9 +81,15 @@ class Groups:
             versions = versions[versions >= 0]  # without rows that failed before their first token
             oldest = int(versions.min()) if len(versions) else None
             if self.flow.finished(number, oldest):
-                self.answers[number] = rows.pop(["sample_index"], ["uid"])[1]
+                rows = rows.pop(["sample_index"], ["uid"])[1].select(meta_info_keys=[])
+                self.keep(number, rows)
                 found.append(number)
         return found
+
+    def keep(self, number: int, rows: DataProto) -> None:
+        """Keep the samples of a group that has finished."""
+        self.answers[number] = rows
+        self.window.finish(rows.batch["response_length"].tolist())
 
     def samples(self, numbers: Sequence[int]) -> DataProto:
         """Return the samples of finished groups."""
@@ -83,6 +100,8 @@ class Groups:
     def trained(self) -> None:
         """Forget the groups of the current step: its updates are done."""
         self.flow.trained(self.in_step)
+        lengths = [self.answers[number].batch["response_length"] for number in self.in_step]
+        self.window.train(torch.cat(lengths).tolist())
         for number in self.in_step:
             self._forget(number)
         self.in_step = []
@@ -109,6 +128,19 @@ class Groups:
         for engine in engines:
             self.flow.engine_lost(engine)
             self.flow.engine_back(engine)
+            self.loads.pop(engine, None)
+            self.loads_before.pop(engine, None)
+
+    def metrics(self, epochs: int, places: float) -> Metrics:
+        """Return the metrics of the step that was trained last: see `flow_metrics`.
+
+        Args:
+            epochs: how often a step trains on its samples.
+            places: samples that one engine may generate at once.
+        """
+        metrics = self.window.metrics(epochs) | load_metrics(self.loads_before, self.loads, places)
+        self.loads_before = dict(self.loads)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as JSON values. Groups that are not trained are sampled

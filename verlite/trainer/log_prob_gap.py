@@ -1,14 +1,15 @@
-"""The start-up log-prob check: trainer and rollout engine must agree before the first update."""
+"""Checks of the log-probs of trainer and rollout engine: they must agree before the first update,
+and in asynchronous training differ so little that the weights can be corrected."""
 
 import torch
 from tensordict import TensorDict
 
-from verlite.algorithms.gap import gap_metrics, gap_totals
+from verlite.algorithms.gap import EFF_SAMPLE_SIZE, gap_metrics, gap_totals
 from verlite.config.compile import model_spec
 from verlite.engine.folder import experts_of, load_config
 from verlite.protocol.data import DataProto
 from verlite.trainer.batch import fetch_padded
-from verlite.trainer.errors import LogProbGap
+from verlite.trainer.errors import FewEffectiveSamples, LogProbGap
 from verlite.trainer.run import Run
 
 GAP_KEY = "actor_rollout_ref.rollout.log_prob_gap_limit"
@@ -86,4 +87,31 @@ def _diagnose_gap(t: TensorDict) -> str:
         f"The gap is on all tokens ({at_first:.1e} on the first, {after:.1e} after it): check the "
         "weights' dtype (rollout.dtype, fsdp_config.dtype), top_p and top_k, and whether the "
         "engine computes this model differently."
+    )
+
+
+def check_sample_size(run: Run) -> None:
+    """Check the effective sample size of the step, if its old log-probs or its update measured it.
+
+    Raises:
+        FewEffectiveSamples: it is below `async_training.min_eff_sample_size`.
+    """
+    settings = run.config.async_training
+    level = "seq" if run.plan.correction.rollout_is == "sequence" else "token"
+    size = run.metrics.get(f"{EFF_SAMPLE_SIZE}_{level}")
+    floor = settings.min_eff_sample_size
+    if run.groups is None or size is None or floor is None or size >= floor:
+        return
+    raise FewEffectiveSamples(
+        f"the effective sample size of step {run.step} is {size:.3g} of its "
+        f"{'samples' if level == 'seq' else 'tokens'}, less than "
+        f"async_training.min_eff_sample_size={floor:g}: the weights that sampled (up to "
+        f"async_training.max_age={settings.max_age} versions older) and those that train differ so "
+        "much that few tokens decide the update. Lower async_training.max_age, "
+        "actor_rollout_ref.actor.optim.lr or the number of updates per step. "
+        + (
+            f"The checkpoint of step {run.saved_step} is from before it"
+            if run.saved_step
+            else "No checkpoint was saved before it (trainer.save_freq)"
+        )
     )

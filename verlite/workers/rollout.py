@@ -153,7 +153,7 @@ class RolloutWorker(Worker):
         Returns:
             The columns of `generate`, `uid`, and `sample_index`: the row's place in its group. 0
             rows if there are none. Rows of a group are in the order of `start`; groups in the order
-            in which they finished.
+            in which they finished. meta_info: `load`, what the engine has done.
 
         Raises:
             EngineError: as `start`.
@@ -162,7 +162,8 @@ class RolloutWorker(Worker):
         groups = [] if self._background is None else self._background.finished(wait_s)
         if self._background is not None and not groups:
             self._waits.check(self.engine.last_step, self._background.blocked_at)
-        return DataProto.concat(groups or [self._as_group([], [], [], [], 0.0)])
+        answer = DataProto.concat(groups or [self._as_group([], [], [], [], 0.0)])
+        return answer.with_meta(load=self.engine.load())
 
     @register("all")
     def abandon(self) -> None:

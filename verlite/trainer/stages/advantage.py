@@ -7,7 +7,7 @@ from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import clear_rows
 from verlite.rollout.types import Status
 from verlite.trainer.batch import seeds, to_one_rank, to_ranks
-from verlite.trainer.log_prob_gap import check_first_step
+from verlite.trainer.log_prob_gap import check_first_step, check_sample_size
 from verlite.trainer.run import Run, stage
 from verlite.workers.advantage import (
     REWARD_KL,
@@ -51,6 +51,7 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     gap = gap_metrics(gap_totals(answer.batch["gap_sums"]))
     tokens = batch.batch["sampled_tokens"].sum().item()
     run.metrics.update(gap)
+    check_sample_size(run)
     run.metrics["actor/entropy"] = answer.batch["entropy_sums"].sum().item() / max(1, tokens)
     if run.first_step:
         check_first_step(run, measured, gap)

@@ -69,7 +69,8 @@ def open_groups(run: Run, state: dict[str, Any], checkpoint: Checkpoint | None =
         found = saved_groups.read(checkpoint, groups.requests, ready, run.display.warn)
     flow.load_state_dict(saved["flow"], found)
     kept = [number for number in found if flow.groups[number].state is State.READY]
-    groups.answers = {number: found[number] for number in kept}
+    for number in kept:
+        groups.keep(number, found[number])
     if kept:
         run.display.info(f"{len(kept)} finished prompts of the checkpoint are not sampled again")
     return groups
@@ -106,6 +107,7 @@ def wait_for_groups(run: Run) -> None:
     counts = groups.flow.counts()
     run.metrics["async/ready"] = float(counts[State.READY])
     run.metrics["async/running"] = float(counts[State.RUNNING])
+    run.metrics["async/depth"] = len(groups.flow.groups) / run.plan.prompts - 1
     while (numbers := groups.flow.choose()) is None:
         collect(run)
         start_groups(run)
@@ -163,8 +165,10 @@ def collect(run: Run, wait_s: float = WAIT_S) -> None:
 
     The driver keeps them in its node's object store, where an engine that dies takes none along.
     """
-    for answer in call_engines(run, run.rollout.finished, False, wait_s):
-        for number in _groups(run).finish(keep(answer, KEPT)):
+    groups = _groups(run)
+    for engine, answer in enumerate(call_engines(run, run.rollout.finished, False, wait_s)):
+        groups.loads[engine] = answer.meta_info["load"]
+        for number in groups.finish(keep(answer, KEPT)):
             if run.plan.filters_groups:
                 filter_group(run, number)
 

@@ -2,6 +2,7 @@
 
 from verlite.protocol.data import DataProto
 from verlite.trainer.batch import mini_batch_indices, to_ranks
+from verlite.trainer.log_prob_gap import check_sample_size
 from verlite.trainer.run import Run, stage
 
 _LOSS_FIELDS = (
@@ -44,3 +45,4 @@ def update_actor(run: Run, batch: DataProto) -> None:
     if run.step >= run.plan.critic_warmup:
         rows = to_ranks(run, batch, "actor", *_LOSS_FIELDS)
         run.metrics.update(run.actor.update(rows)[0])
+        check_sample_size(run)
