@@ -101,10 +101,10 @@ def draw(seeds: list[int]) -> None:
             for metrics in runs:
                 label = f"max_age {age}" if metrics is runs[0] else None
                 panel.plot(*held_out(metrics, by), color=f"C{number}", linewidth=1.2, label=label)
+        reached = [[f"{first(metrics, by):.0f}" for metrics in runs] for by in ("step", "seconds")]
         print(
             f"| {age} | {mean(runs, 'async/age/mean'):.2f} "
-            f"| {', '.join(f'{first(metrics, "step"):.0f}' for metrics in runs)} "
-            f"| {', '.join(f'{first(metrics, "seconds"):.0f}' for metrics in runs)} "
+            f"| {' | '.join(map(', '.join, reached))} "
             f"| {mean(runs, 'timing_s/step'):.2f} "
             f"| {mean(runs, 'fully_async/trainer/idle_ratio'):.0%} "
             f"| {mean(runs, 'fully_async/rollouter/idle_ratio'):.0%} "

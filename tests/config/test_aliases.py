@@ -161,6 +161,23 @@ def test_verls_asynchronous_trainer(material):
     assert "engines get the weights after each step" in note
 
 
+@pytest.mark.parametrize("in_yaml", [False, True])
+def test_keys_of_verls_other_asynchronous_trainer_have_no_effect(material, tmp_path, in_yaml):
+    """verl reads trainer.v1.MODE.* in its mode only."""
+    others = {"colocate_async": "separate_async", "separate_async": "colocate_async"}
+    for mode, other in others.items():
+        given = {"trainer_mode": mode, other: {"num_warmup_batches": 0}}
+        if in_yaml:
+            file = tmp_path / f"{mode}.yaml"
+            file.write_text(f"defaults: [ppo_trainer, _self_]\ntrainer: {{v1: {given}}}\n")
+            loaded = material.load(config_name=mode, config_dir=tmp_path, check=False)
+        else:
+            typed = f"trainer.v1.{other}.num_warmup_batches=0"
+            loaded = material.load(typed, f"trainer.v1.trainer_mode={mode}", check=False)
+        assert loaded.config.async_training.depth is None and loaded.config.trainer.mode == "async"
+        assert f"verl reads it with trainer.v1.trainer_mode={other}" in " ".join(texts(loaded))
+
+
 def test_keeping_no_earlier_checkpoint_is_keeping_one(material):
     key = "trainer.remove_previous_ckpt_in_save"
     kept = "trainer.max_actor_ckpt_to_keep"

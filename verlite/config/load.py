@@ -40,6 +40,7 @@ OmegaConf.register_new_resolver("not", operator.not_, replace=True)  # for conf/
 DEFAULT = "default"
 C = TypeVar("C")
 
+VERLS_MODE = "trainer.v1.trainer_mode"
 ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 OF_TRL = (
@@ -148,6 +149,7 @@ def compose(
     given, remarks, problems = verl_code.to_own_code([*assignments, *arguments], command)
     builder.remarks += remarks
     builder.problems += problems
+    builder.verls_mode = _last_value(given, VERLS_MODE)
     for assignment in given:
         builder.assign(assignment)
     return builder.finish(check, elsewhere)
@@ -232,6 +234,19 @@ def dump(loaded: LoadedConfig[C]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _last_value(given: Sequence[Assignment], key: str) -> Any:
+    """Return the value that a key was given last, also inside a mapping; None if it was not."""
+    found = None
+    for assignment in given:
+        if not f"{key}.".startswith(f"{assignment.key}."):
+            continue
+        value = assignment.value
+        for name in key.removeprefix(assignment.key).split(".")[1:]:
+            value = value.get(name) if isinstance(value, dict) else None
+        found = value or found
+    return found
+
+
 def _is_file(name: str, config_dir: str | Path | None) -> bool:
     """Return whether the user's folder, or verlite's, has this YAML file."""
     folder = conf_dir() if config_dir is None else Path(config_dir).expanduser()
@@ -283,6 +298,8 @@ class _Builder:
         self.given: dict[tuple[str, str], list[Assignment]] = {}
         """(origin, current name) -> every assignment to the key there, under any of its names."""
         self.broken: set[str] = set()
+        self.verls_mode: str | None = None
+        """verl's asynchronous trainer that the user chose (VERLS_MODE)."""
 
     def note_verls_own(self, config_name: str | None, config_dir: str | Path | None) -> None:
         """Note, or report, options that name a file of verl's own configuration."""
@@ -344,6 +361,10 @@ class _Builder:
             if assignment.origin not in TYPED and self._is_verls_default(assignment):
                 self._assign_verls_own(assignment)
                 return
+        of_mode = re.fullmatch(r"trainer\.v1\.(\w+_async)\..+", typed)
+        if of_mode and self.verls_mode not in (None, of_mode[1]):
+            self.ignored[typed] = f"verl reads it with {VERLS_MODE}={of_mode[1]}"
+            return
         key = typed if self.command.find(typed) else self.tables.new_name(typed) or typed
         meaning = self.command.meaning(key)
         targets = self.tables.targets(key, assignment.value)
