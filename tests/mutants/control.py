@@ -129,8 +129,13 @@ def _stays_ready(original, self, numbers):
     self.gone["trained"] -= 1
 
 
+class _NeverEmpty(set):
+    def __bool__(self):
+        return True
+
+
 def _still_runs_what_died(original, self, engine):
-    self._running.setdefault(engine, {-1})
+    self._running.setdefault(engine, _NeverEmpty())
 
 
 def _counts_publications(original, self):
