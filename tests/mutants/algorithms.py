@@ -592,9 +592,9 @@ MUTANTS = [
     ),
     Mutant(
         "the effective sample size of responses is that of tokens",
-        STALENESS + "effective_sample_size",
+        GAP + "importance_ratios",
         argument("level", lambda level: "token"),
-        (T + "staleness.py",),
+        (T + "gap.py",),
     ),
     Mutant(
         "equal lengths count once",

@@ -43,6 +43,14 @@ LAUNCH = "tests/trainer/test_launch.py"
 STAGES = "tests/trainer/test_stages.py"
 AGENTS = "tests/trainer/test_agent.py"
 SAVED = "tests/trainer/test_checkpoints.py"
+FLOW = "tests/trainer/test_flow_metrics.py"
+
+
+def _uncounted(original, self, number, reason):
+    lengths = self.answers[number].batch["response_length"].tolist()
+    original(self, number, reason)
+    for length in lengths:
+        self.window.sampled[-1].remove(length)
 
 
 def _forgets_what_waits(original, self):
@@ -511,5 +519,14 @@ MUTANTS = [
         "verlite.api.own_code:is_importable",
         returns(True),
         ("tests/api/test_library.py",),
+    ),
+    Mutant(
+        "few effective samples do not end a run", GAP + "check_sample_size", does_nothing, (FLOW,)
+    ),
+    Mutant(
+        "lengths of samples that were left out are not compared",
+        "verlite.trainer.groups:Groups.leave_out",
+        calls(_uncounted),
+        (FLOW,),
     ),
 ]
