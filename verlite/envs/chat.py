@@ -1,24 +1,159 @@
-"""Encode observations as tool messages of a chat template.
+"""Continue a conversation in the format of a chat template, without rendering it again.
 
-The conversation is never rendered again, so the sampled token ids stay as they are. The text that
-the template writes between two turns of the assistant is taken from a made-up conversation and
-appended.
+The sampled token ids stay as they are. The text that the template writes between two turns of the
+assistant is taken from a conversation with made-up words of the assistant, and appended.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verlite.chat_template import limited
 from verlite.envs.step import EncodeObservation, Step
 
-# Markers for the made-up conversation. No template contains them.
+Messages = Sequence[Mapping[str, Any]]
+
+# Markers for the made-up words. No template contains them.
 _ASSISTANT_TEXT = "gizmo assistant words"
 _TOOL_TEXT = "gizmo tool words"
 _ASSISTANT_THOUGHT = f"<think>\ngizmo thoughts\n</think>\n\n{_ASSISTANT_TEXT}"
 
 
 class TemplateError(ValueError):
-    """A chat template cannot be continued by appending text."""
+    """A chat template cannot render a conversation, or not continue it by appending text."""
+
+
+class Chat:
+    """A tokenizer's chat template, with the tools and options of one kind of conversation."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare; nothing is rendered yet.
+
+        Args:
+            tokenizer: a tokenizer with a chat template.
+            tools: JSON schemas of the tools.
+            template_kwargs: data.apply_chat_template_kwargs.
+
+        Raises:
+            TemplateError: the tokenizer has no chat template.
+        """
+        if not tokenizer.chat_template:
+            raise TemplateError(
+                "the tokenizer has no chat template, which tool messages need: "
+                "set model.custom_chat_template"
+            )
+        self._tokenizer = tokenizer
+        self._options = ({"tools": list(tools)} if tools else {}) | dict(template_kwargs or {})
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = [str(token) for token in added if token.special]
+        self._added_ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+
+    def render(self, messages: Messages) -> str:
+        """Return the text of a prompt with these messages, up to where the assistant begins.
+
+        Raises TemplateError.
+        """
+        try:
+            with limited(self._tokenizer, memory=False):  # engines of this process use the GPU
+                text = self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=True, tokenize=False, **self._options
+                )
+        except Exception as error:  # templates may raise anything
+            last = messages[-1].get("role") if messages else "user"
+            raise TemplateError(
+                f"the chat template cannot render a {last} message: {type(error).__name__}: {error}"
+            ) from error
+        return str(text)
+
+    def between(self, before: Messages, after: Messages, words: str = _ASSISTANT_TEXT) -> str:
+        """Return the text between two turns of the assistant: from the end of its words to where
+        its next turn begins.
+
+        Args:
+            before: the messages that its words answer.
+            after: those that follow.
+            words: that stand for the assistant's.
+
+        Raises:
+            TemplateError: the template writes the assistant's words or what was before them
+                differently because of the messages that follow. Then training would see another
+                context than the model did.
+        """
+        start = self.render(before) + words
+        said = [{"role": "assistant", "content": words}]
+        written = self.render([*before, *said, *after])
+        if not written.startswith(start):
+            raise TemplateError(
+                f"the chat template writes earlier messages differently after a "
+                f"{after[-1].get('role')} message, so turns cannot be appended:\n"
+                f"  appended:    {start!r}\n  by template: {written!r}"
+            )
+        return written.removeprefix(start)
+
+    def encode(self, text: str, as_text: bool = False) -> list[int]:
+        """Return the tokens of a rendered text; with `as_text` special tokens are plain text."""
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=as_text
+        )
+        return ids
+
+    def encode_around(self, text: str, words: Sequence[str]) -> list[int]:
+        """Return the tokens of a rendered text. Special tokens in `words`, what people and tools
+        said in it, in order, are plain text, even if they look like the end of a turn.
+
+        Raises:
+            TemplateError: the template does not write such words as they are.
+        """
+        if not any(map(self.has_special, words)):
+            return self.encode(text)
+        ids, end = [], 0
+        for part in filter(None, (word.strip() for word in words)):
+            begin = text.find(part, end)
+            if begin < 0:
+                raise TemplateError(
+                    "a message has special tokens in its text, and the chat template does not "
+                    f"write it as it is: {part[:80]!r}"
+                )
+            ids += self.encode(text[end:begin]) + self.encode(part, as_text=True)
+            end = begin + len(part)
+        return ids + self.encode(text[end:])
+
+    def has_special(self, words: str) -> bool:
+        """Return whether a text contains a special token of the tokenizer."""
+        return any(token in words for token in self._special)
+
+    def has_ended(self, context: Sequence[int], ids: Sequence[int]) -> bool:
+        """Return whether a context ends with the end of a turn with which `ids` begin: the model
+        wrote it itself."""
+        return list(context[-1:]) == list(ids[:1]) and context[-1] in self._added_ids
+
+    def continuation(
+        self, context: Sequence[int], before: Messages, after: Messages, has_thoughts: bool
+    ) -> list[int]:
+        """Return the tokens between the assistant's turn at the end of a context and its next one.
+
+        Args:
+            context: tokens up to the end of its turn, as sampled.
+            before: the messages that it answered.
+            after: those that follow.
+            has_thoughts: the turn has a part before </think>, which templates may remove later.
+
+        Raises:
+            TemplateError: as `between`.
+        """
+        text = self.between(before, after, _ASSISTANT_THOUGHT if has_thoughts else _ASSISTANT_TEXT)
+        ids = self.encode_around(text, [words_of(message) for message in after])
+        return ids[self.has_ended(context, ids) :]
+
+
+def words_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message; "" if it is not a text."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def encode_chat(
@@ -28,25 +163,24 @@ def encode_chat(
 ) -> EncodeObservation:
     """Return an encoder of observations as tool messages of the tokenizer's chat template.
 
-    Args:
-        tokenizer: a tokenizer with a chat template.
-        tools: JSON schemas of the tools.
-        template_kwargs: data.apply_chat_template_kwargs.
+    Args: as of `Chat`.
 
     Raises:
         TemplateError: the template leaves out tool messages, or writes earlier messages differently
             after a tool message. Then training would see other contexts than the model did.
     """
-    between = _text_between_turns(tokenizer, tools, template_kwargs or {})
-    before, _, after = between(_TOOL_TEXT).partition(_TOOL_TEXT)
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    added_ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    chat = Chat(tokenizer, tools, template_kwargs)
+    question = {"role": "user", "content": "gizmo user words"}
 
-    def encode(text: str, as_text: bool = False) -> list[int]:
-        ids: list[int] = tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=as_text
-        )
-        return ids
+    def between(answer: str) -> str:
+        said = {"role": "assistant", "content": _ASSISTANT_TEXT}
+        text = chat.render([question, said, {"role": "tool", "content": answer}])
+        return text.partition(_ASSISTANT_TEXT)[2]
+
+    before, found, after = between(_TOOL_TEXT).partition(_TOOL_TEXT)
+    if not found:
+        raise TemplateError("the chat template leaves out the assistant's or the tool's message")
+    _check_turns(chat, question, before + found + after)
 
     def observation(step: Step, context: list[int], limit: int) -> tuple[list[int], bool]:
         """Encode a step. Only the tool's words are truncated.
@@ -55,15 +189,15 @@ def encode_chat(
         """
         words = step.before + step.obs + step.after
         written = between(words)
-        ids = encode(written)
-        has_ended = context[-1:] == ids[:1] and context[-1] in added_ids
-        if len(ids) - has_ended <= limit and not any(token in words for token in special):
+        ids = chat.encode(written)
+        has_ended = chat.has_ended(context, ids)
+        if len(ids) - has_ended <= limit and not chat.has_special(words):
             return ids[has_ended:], False
         # The body is taken as the template writes it: stripped, or as a JSON string. Special tokens
         # in it are encoded as text, even if they look like the end of a turn.
-        body = encode(written.removeprefix(before).removesuffix(after), as_text=True)
-        head = encode(before)[has_ended:]
-        tail = encode(after)
+        body = chat.encode(written.removeprefix(before).removesuffix(after), as_text=True)
+        head = chat.encode(before)[has_ended:]
+        tail = chat.encode(after)
         room = limit - len(head) - len(tail)
         if room < 1:
             raise ValueError(
@@ -75,52 +209,23 @@ def encode_chat(
     return observation
 
 
-def _text_between_turns(
-    tokenizer: Any, tools: tuple[dict[str, Any], ...], template_kwargs: Mapping[str, Any]
-) -> Callable[[str], str]:
-    """Return a function from a tool's answer to the text between two turns of the assistant.
+def _check_turns(chat: Chat, question: Mapping[str, Any], between: str) -> None:
+    """Check that the template writes two turns with a tool message as appending does.
 
-    The text begins after the assistant's words, contains the tool message, and ends where the next
-    turn of the assistant begins.
+    Raises TemplateError.
     """
-    if not tokenizer.chat_template:
-        raise TemplateError(
-            "the tokenizer has no chat template, which tool messages need: "
-            "set model.custom_chat_template"
-        )
-    options = {"tools": list(tools)} if tools else {}
-    options |= template_kwargs
-
-    def render(*turns: tuple[str, str]) -> str:
-        messages = [{"role": "user", "content": "gizmo user words"}]
-        for assistant, tool in turns:
-            messages.append({"role": "assistant", "content": assistant})
-            messages.append({"role": "tool", "content": tool})
-        try:
-            with limited(tokenizer, memory=False):  # engines of this process use the GPU
-                text = tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False, **options
-                )
-        except Exception as error:  # templates may raise anything
-            raise TemplateError(
-                f"the chat template cannot render a tool message: {type(error).__name__}: {error}"
-            ) from error
-        return str(text)
-
-    def between(answer: str) -> str:
-        return render((_ASSISTANT_TEXT, answer)).partition(_ASSISTANT_TEXT)[2]
-
-    if _TOOL_TEXT not in between(_TOOL_TEXT):
-        raise TemplateError("the chat template leaves out the assistant's or the tool's message")
-    for assistant in (_ASSISTANT_TEXT, _ASSISTANT_THOUGHT):
-        appended = render()
+    for words in (_ASSISTANT_TEXT, _ASSISTANT_THOUGHT):
+        turn = [
+            {"role": "assistant", "content": words},
+            {"role": "tool", "content": _TOOL_TEXT},
+        ]
+        appended = chat.render([question])
         for turns in (1, 2):
-            appended += assistant + between(_TOOL_TEXT)
-            written = render(*[(assistant, _TOOL_TEXT)] * turns)
+            appended += words + between
+            written = chat.render([question, *turn * turns])
             if written != appended:
                 raise TemplateError(
                     "the chat template writes earlier messages differently after a tool message, "
                     "so turns cannot be appended:\n"
                     f"  appended:    {appended!r}\n  by template: {written!r}"
                 )
-    return between
