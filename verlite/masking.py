@@ -1,7 +1,7 @@
 """Which values are secrets, and texts without them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 SECRET = re.compile(
@@ -57,6 +57,15 @@ def is_secret(key: str, value: Any) -> bool:
     words = [word.lower() for word in WORD.findall(name)]
     found = [place for place, word in enumerate(words) if SECRET_WORDS.fullmatch(word)]
     return bool(found) and DESCRIPTIONS.isdisjoint(words[found[-1] :])
+
+
+def without_secrets(variables: Mapping[str, str], allowed: Iterable[str] = ()) -> dict[str, str]:
+    """Return environment variables without those whose names look like secrets'.
+
+    allowed: names that stay nevertheless.
+    """
+    kept = frozenset(allowed)
+    return {k: v for k, v in variables.items() if k in kept or not is_secret(k, v)}
 
 
 def display(key: str, value: Any, known: bool = False) -> str:

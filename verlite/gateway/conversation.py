@@ -79,8 +79,13 @@ class Node:
         return nodes[::-1]
 
     @property
+    def prompt(self) -> list[int]:
+        """The tokens that the answer is sampled after, from the root on."""
+        return [*(self.parent.context if self.parent else ()), *self.given]
+
+    @property
     def context(self) -> list[int]:
-        """All tokens from the root to the end of this node, as the model saw them."""
+        """All tokens from the root to the end of the answer."""
         return [token for node in self.path for token in (*node.given, *node.sampled)]
 
 

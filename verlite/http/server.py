@@ -13,8 +13,13 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -191,7 +196,7 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class HTTPServer(uvicorn.Server):
-    """A uvicorn server with limits that prints a line when it is ready."""
+    """A uvicorn server with limits that prints a line when it is ready, unless it is ""."""
 
     def __init__(self, app: FastAPI, line: str) -> None:
         super().__init__(
@@ -211,7 +216,33 @@ class HTTPServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        print(self._line, flush=True)
+        if self._line:
+            print(self._line, flush=True)
+
+
+class _Beside(HTTPServer):
+    """A server in an event loop that has other work. Signals are not for it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, bound: socket.socket) -> AsyncIterator[None]:
+    """Serve in this event loop meanwhile. At the end requests in progress are cancelled."""
+    server = _Beside(app, "")
+    server.config.lifespan = "off"
+    task = asyncio.create_task(server.serve([bound]))
+    while not (server.started or task.done()):
+        await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        for request in server.server_state.tasks:
+            request.cancel()
+        await task
 
 
 def run(app: FastAPI, bound: socket.socket, line: str, hosts: Iterable[str] = ()) -> None:

@@ -102,6 +102,26 @@ def kill_descendants(pid: int) -> None:
         time.sleep(0.01)
 
 
+def kill_kept(keeper: int) -> None:
+    """Kill the children of a keeper that leads a session, and all that they started, in other
+    groups too.
+
+    The keeper is spared while it has children: it collects them, and then ends itself.
+    """
+    children = descendants(keeper)
+    for child in children:
+        with suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    if not children:
+        kill_group(keeper)
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process and its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def _watch(child: int, output: int, ended: int) -> int:
     """Pass on the child's output until it ends. Return its wait status."""
     sources = [output, ended]
@@ -122,7 +142,7 @@ def _watch(child: int, output: int, ended: int) -> int:
             _print(clean(decoder.decode(data[:left])).encode())
             if 0 < left <= len(data):
                 _print(
-                    f"\n[a reward process printed {OUTPUT_BYTES >> 10} KiB within "
+                    f"\n[a process printed {OUTPUT_BYTES >> 10} KiB within "
                     f"{OUTPUT_SECONDS:.0f} s; the rest is dropped]\n".encode()
                 )
             left -= min(left, len(data))

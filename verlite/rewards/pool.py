@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from verlite.breakpoints import REFUSE
-from verlite.masking import is_secret
-from verlite.rewards.keeper import descendants
+from verlite.masking import without_secrets
+from verlite.rewards.keeper import descendants, kill_group, kill_kept
 from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import MAX_PARTS, RewardResult
 from verlite.threads import COUNT, cores
@@ -288,8 +288,7 @@ class Pool:
 
     def _environment(self) -> dict[str, str]:
         """Return this process's environment without secrets."""
-        allowed = self._secret_env_vars
-        return {k: v for k, v in os.environ.items() if k in allowed or not is_secret(k, v)}
+        return without_secrets(os.environ, self._secret_env_vars)
 
 
 class _Job:
@@ -419,20 +418,8 @@ class _Process:
             self._process.wait(END_S)
 
     def signal_kill(self) -> None:
-        """Kill the process and all that it started, in other groups too.
-
-        The keeper is spared while it has children: it collects them, and then ends itself.
-        """
-        children = self.descendants()
-        for child in children:
-            with suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-        if not children:
-            self._kill_group()
-
-    def _kill_group(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill the process and all that it started; see `keeper.kill_kept`."""
+        kill_kept(self._process.pid)
 
     def kill(self) -> None:
         """Kill the process and what it started, and free its pipes."""
@@ -440,7 +427,7 @@ class _Process:
             return
         self.signal_kill()
         self.wait_end()
-        self._kill_group()
+        kill_group(self._process.pid)
         self._process.wait()
         with suppress(BrokenPipeError):  # what `send` could not deliver
             self._input.close()

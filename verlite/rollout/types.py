@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verlite.rewards.result import RewardResult
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.probe import Gap, Probe
 
@@ -176,6 +177,10 @@ class Trajectory:
     segments: list[tuple[Literal["model", "tool"], int]] = field(default_factory=list)
     """(author, token count) of each piece of the response. Unlike the mask, it is kept after
     `fail`."""
+    score: RewardResult | None = None
+    """The score that an agent program gave itself."""
+    session: dict[str, int] = field(default_factory=dict)
+    """What became of an agent program's requests (`gateway.conversation.Session.ledger`)."""
 
     @property
     def num_turns(self) -> int:

@@ -384,6 +384,17 @@ class EnvSpec:
 
 
 @dataclass(frozen=True)
+class AgentSpec:
+    """The agent program of each sample."""
+
+    command: str
+    timeout_s: float = 600.0
+    memory_gb: float = 4.0
+    max_processes: int = 64
+    reward: str = "program"
+
+
+@dataclass(frozen=True)
 class RolloutSpec:
     """A rollout worker: one engine with the environments and the scorer of its samples."""
 
@@ -399,7 +410,9 @@ class RolloutSpec:
     """Rollout workers of the run."""
     scorer: ScorerSpec
     env: EnvSpec | None
-    """None: single turns."""
+    """None: single turns, or `agent`."""
+    agent: AgentSpec | None
+    """None: the samples are sampled here."""
     template_kwargs: Mapping[str, Any]
     max_turns: int
     max_obs_length: int
@@ -408,4 +421,9 @@ class RolloutSpec:
     """Longest time without progress of background samples."""
     debug: bool
     folder: str
-    """Working directory of the user's reward functions."""
+    """Working directory of the user's reward functions and agent programs."""
+
+    @property
+    def multi_turn(self) -> bool:
+        """Whether samples may have several turns of the model."""
+        return self.max_turns > 0 or self.agent is not None

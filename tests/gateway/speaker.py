@@ -1,0 +1,102 @@
+"""An engine that says given texts, and a client for sessions of a gateway."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from verlite.gateway.gateway import Gateway, OpenSession
+from verlite.rollout.types import Completion, Sampling
+
+
+class Speaker:
+    """Answers with given texts in order, and ends each turn unless max_tokens or a stop string
+    does."""
+
+    version = 4
+    last_step = 0.0
+
+    def __init__(self, tokenizer, *turns: str | Exception, cut: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        self.turns = list(turns)
+        self.calls: list[tuple[list[int], Sampling]] = []
+        self.cancelled = 0
+        self.began = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def generate(self, prompt_ids, sampling):
+        said = self.turns.pop(0)
+        self.calls.append((list(prompt_ids), sampling))
+        self.began.set()
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(said, Exception):
+            raise said
+        ids = self.tokenizer.encode(said, add_special_tokens=False)
+        if not any(stop in said for stop in sampling.stop):
+            ids.append(self.tokenizer.eos_token_id)
+        reason = "stop" if len(ids) <= sampling.max_tokens else "length"
+        ids = ids[: sampling.max_tokens]
+        number = len(self.calls)
+        log_probs = [-number - i / 100 for i in range(len(ids))]
+        return Completion(ids, log_probs, reason, [(self.version, len(ids))])
+
+
+class Client:
+    """Sends JSON to a session."""
+
+    def __init__(self, session: OpenSession, http: httpx.AsyncClient):
+        self.session = session
+        self.http = http
+        self.headers = {"Authorization": f"Bearer {session.token}"}
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        url = f"{self.session.base_url}/{path}"
+        return await self.http.post(url, json=body, headers=self.headers)
+
+    async def chat(self, messages, **body: Any) -> dict[str, Any]:
+        """Return the answer to a conversation."""
+        response = await self.post("chat/completions", messages=messages, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def say(self, messages, **body: Any) -> list[dict[str, Any]]:
+        """Return the conversation with its answer."""
+        answer = await self.chat(messages, **body)
+        return [*messages, answer["choices"][0]["message"]]
+
+
+@asynccontextmanager
+async def session_of(
+    engine, longest: int = 2000, sampling: Sampling | None = None, **options: Any
+) -> AsyncIterator[Client]:
+    """Open a session of a gateway in front of an engine."""
+    async with Gateway(engine, longest, options) as gateway:
+        session = gateway.open(sampling or Sampling(max_tokens=200, seed=5))
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+            client = Client(session, http)
+            client.gateway = gateway  # type: ignore[attr-defined]
+            yield client
+
+
+def streamed(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream, whose end is checked."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def tool(call: dict[str, Any], text: str) -> dict[str, str]:
+    """Return the answer of a tool to a call."""
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}

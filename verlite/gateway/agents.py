@@ -1,0 +1,147 @@
+"""Sample with agent programs: a session of the gateway and a process for each sample.
+
+A session becomes one trajectory: the branch on which the model wrote the most. In a session without
+branches that is everything. Tokens that the model wrote on other branches are counted, not trained.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+from verlite.gateway.conversation import Node
+from verlite.gateway.gateway import Gateway, OpenSession
+from verlite.gateway.program import ProgramError, run, score_of
+from verlite.rewards.result import BadReturn, RewardResult
+from verlite.rollout.types import Completion, Engine, EngineError, Sampling, Status, Trajectory
+from verlite.spec.roles import AgentSpec
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sample.
+
+    row: what the program gets, as JSON values.
+    prompt_ids: the row's prompt, for a sample in which the model was never asked.
+    sampling: of each answer.
+    """
+
+    row: Mapping[str, Any]
+    prompt_ids: list[int]
+    sampling: Sampling
+
+
+class Agents:
+    """Programs that run at the same time, between `async with` and its end, and their gateway."""
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        engine: Engine,
+        longest: int,
+        template_kwargs: Mapping[str, Any],
+        folder: str | None = None,
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            spec: the program and its limits.
+            engine: the model.
+            longest: tokens of a context with its answer, at most.
+            template_kwargs: data.apply_chat_template_kwargs.
+            folder: working directory of the programs.
+        """
+        self._spec = spec
+        self._folder = folder
+        self._gateway = Gateway(engine, longest, template_kwargs)
+        self._places = asyncio.Semaphore(spec.max_processes)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._gateway)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def sample(
+        self, task: Task, waits_for: Callable[[str], None] = lambda what: None
+    ) -> Trajectory:
+        """Run the program for one sample.
+
+        A program that fails, or that is to score its sample and does not, ends the sample with
+        status ERROR. `waits_for(what)` is called before each wait.
+
+        Raises:
+            EngineError: the engine cannot generate, so every other sample fails too.
+        """
+        waits_for("another program to end")
+        async with self._places:
+            waits_for("the program")
+            began = time.monotonic()
+            session = self._gateway.open(task.sampling, waits_for)
+            score, error = None, None
+            try:
+                score = await self._run(task, session)
+            except (ProgramError, BadReturn, RuntimeError) as caught:
+                if isinstance(caught, EngineError):
+                    raise
+                error = caught
+            finally:
+                self._gateway.close(session)
+        trajectory = as_trajectory(session, task.prompt_ids)
+        trajectory.score = score
+        trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
+        if error is None and not trajectory.turns:
+            error = ProgramError("it ended without an answer of the model")
+        if error is not None:
+            trajectory.fail(error)
+        return trajectory
+
+    async def _run(self, task: Task, session: OpenSession) -> RewardResult | None:
+        """Return the program's score, None if another function scores. Raises what `sample` does,
+        ProgramError, BadReturn, or RuntimeError: the engine aborted a request."""
+        program = asyncio.ensure_future(
+            run(
+                self._spec.command,
+                task.row,
+                session.base_url,
+                session.token,
+                timeout_s=self._spec.timeout_s,
+                memory_gb=self._spec.memory_gb,
+                folder=self._folder,
+            )
+        )
+        try:
+            await asyncio.wait((program, session.failed), return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                session.failed.result()
+            line = program.result()
+        finally:
+            if not program.done():
+                program.cancel()
+                await asyncio.wait((program,))
+        return score_of(line) if self._spec.reward == "program" else None
+
+
+def as_trajectory(session: OpenSession, prompt_ids: list[int]) -> Trajectory:
+    """Return the branch of a session on which the model wrote the most.
+
+    prompt_ids: the prompt if the model was never asked.
+    """
+    leaf = session.record.longest()
+    path: list[Node] = leaf.path if leaf else []
+    trajectory = Trajectory(list(path[0].given) if path else list(prompt_ids))
+    for node in path:
+        if node.parent is not None:
+            trajectory.append_observation(node.given)
+        trajectory.append_sampled(
+            Completion(node.sampled, node.log_probs, node.finish_reason, node.versions)
+        )
+    if leaf is not None and leaf.finish_reason == "length":
+        trajectory.status = Status.LENGTH
+    trajectory.gen_seconds = session.engine_seconds
+    trajectory.session = session.record.ledger() | {"refused": session.refused}
+    return trajectory

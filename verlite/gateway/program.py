@@ -1,0 +1,174 @@
+"""Run an agent program for one sample, in a process of its own with limits.
+
+The program gets its task as JSON in VERLITE_TASK and on its input, and the address and key of its
+session in OPENAI_BASE_URL and OPENAI_API_KEY, which OpenAI's clients read. `verlite.rewards.keeper`
+watches over it, as over reward functions: it ends with this process, and everything that it started
+ends with it.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from verlite.breakpoints import REFUSE
+from verlite.masking import without_secrets
+from verlite.rewards.keeper import kill_group, kill_kept
+from verlite.rewards.result import BadReturn, RewardResult, result_of
+from verlite.terminal import clean
+from verlite.threads import COUNT
+
+MAX_OUTPUT = 16 << 20
+"""Bytes that a program may print."""
+TAIL = 4000
+"""Bytes at the end of an output that are kept: of errors for messages."""
+MAX_LINE = 1 << 20
+"""Bytes of the last line of output."""
+MAX_VARIABLE = 100_000
+"""Bytes of the task in an environment variable; Linux allows 128 KiB. A longer task is only on the
+input."""
+END_S = 5.0
+"""How long to wait for the end of a program that was killed."""
+
+_KEPT = """
+import json, os, sys
+sys.path[:] = json.loads(sys.argv[3])
+from verlite.rewards import keeper
+keeper.split(int(sys.argv[1]), int(sys.argv[2]))
+os.execvp(sys.argv[4], sys.argv[4:])
+"""
+
+
+class ProgramError(Exception):
+    """A program gave no result: it failed, was killed, took too long, or printed too much."""
+
+
+async def run(
+    command: str,
+    task: Mapping[str, Any],
+    base_url: str,
+    token: str,
+    *,
+    timeout_s: float,
+    memory_gb: float,
+    folder: str | None = None,
+) -> str:
+    """Run a program until it ends. Return the last line of its output, "" if it printed none.
+
+    Args:
+        command: words as in a shell, which is not used.
+        task: JSON values.
+        base_url: of its session.
+        token: of its session.
+        timeout_s: seconds until it is killed.
+        memory_gb: limit of its own memory, in GiB.
+        folder: its working directory; None for the current one.
+
+    Raises:
+        ProgramError: it cannot be started, ended with another exit code than 0 or by a signal, took
+            too long, or printed more than MAX_OUTPUT.
+    """
+    arguments = [str(os.getpid()), str(int(memory_gb * (1 << 30)))]
+    arguments.append(json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
+    text = json.dumps(task, default=str)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", _KEPT, *arguments, *shlex.split(command)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=folder,
+        env=_variables(text, base_url, token),
+        start_new_session=True,
+    )
+    assert process.stdin and process.stdout and process.stderr  # all are pipes
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, output, errors, code = await asyncio.gather(
+                _write(process.stdin, text.encode()),
+                _read(process.stdout, MAX_LINE),
+                _read(process.stderr, TAIL),
+                process.wait(),
+            )
+    except TimeoutError:
+        raise ProgramError(f"it did not end within agent.timeout_s={timeout_s:g}") from None
+    finally:
+        await _end(process)
+    if code:
+        raise ProgramError(f"it {_cause(code)}{_last_line(errors, ': ')}")
+    return _last_line(output)
+
+
+def score_of(line: str) -> RewardResult:
+    """Return the score in the last line of a program: a number, or a JSON object with "score" as a
+    reward function may return it.
+
+    Raises:
+        BadReturn: it is neither.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, bool) or not isinstance(value, int | float | dict):
+        raise BadReturn(
+            f"the last line of its output is {line!r:.200}; expected a number, or a JSON object "
+            'with one under "score" (agent.reward=program)'
+        )
+    return result_of(value)
+
+
+def _variables(task: str, base_url: str, token: str) -> dict[str, str]:
+    variables = without_secrets(os.environ)
+    for name in ("NO_PROXY", "no_proxy"):  # the gateway is on this machine
+        variables[name] = ",".join(filter(None, (variables.get(name), "127.0.0.1")))
+    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": token}
+    if len(task.encode()) <= MAX_VARIABLE:
+        own["VERLITE_TASK"] = task
+    return variables | own | {COUNT: "1", "PYTHONBREAKPOINT": REFUSE}
+
+
+async def _write(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+        pipe.write(data)
+        await pipe.drain()
+        pipe.close()
+        await pipe.wait_closed()
+
+
+async def _read(pipe: asyncio.StreamReader, kept: int) -> bytes:
+    """Return the last `kept` bytes until the pipe ends. Raises ProgramError: there are too many."""
+    tail, count = b"", 0
+    while data := await pipe.read(1 << 16):
+        tail, count = (tail + data)[-kept:], count + len(data)
+        if count > MAX_OUTPUT:
+            raise ProgramError(f"it printed more than {MAX_OUTPUT >> 20} MiB")
+    return tail
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill what is left of a program."""
+    if process.returncode is None:
+        kill_kept(process.pid)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), END_S)
+    kill_group(process.pid)
+
+
+def _cause(code: int) -> str:
+    if code > 0:
+        return f"ended with exit code {code}"
+    cause = f"was killed by {signal.Signals(-code).name}"
+    return cause + (", perhaps for lack of memory" if -code == signal.SIGKILL else "")
+
+
+def _last_line(output: bytes, before: str = "") -> str:
+    """Return the last line that is not empty, after `before`; "" if there is none."""
+    lines = clean(output.decode(errors="replace")).split("\n")
+    line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return line and before + line
