@@ -79,7 +79,10 @@ class Scores:
 def worker(engine):
     rollout = RolloutWorker.__new__(RolloutWorker)
     rollout.engine, rollout.env_factory = engine, EnvFactory()
-    rollout.spec, rollout.scorer = SimpleNamespace(max_turns=0, phase_timeout_s=WAIT_S), Scores()
+    rollout.spec, rollout.scorer = (
+        SimpleNamespace(agent=None, max_turns=0, phase_timeout_s=WAIT_S),
+        Scores(),
+    )
     return rollout
 
 

@@ -462,7 +462,7 @@ def requests(prompts, **columns):
 def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), EnvFactory()
-    rollout.spec = SimpleNamespace(max_turns=0)
+    rollout.spec = SimpleNamespace(agent=None, max_turns=0)
     rollout.scorer = Scores(RewardResult(0.5, parts={"acc": 1.0}), FAILED)
     answers = rollout.generate(requests([[7], [0], [9]]), sleep_after)
     columns = answers.non_tensor_batch
@@ -513,7 +513,7 @@ def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
 def test_prompt_and_sequence_with_special_tokens_if_they_are_needed(needed):
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), EnvFactory()
-    rollout.spec = SimpleNamespace(max_turns=0)
+    rollout.spec = SimpleNamespace(agent=None, max_turns=0)
     rollout.scorer = Scores()
     rollout.scorer.needs_prompts = needed
     end = rollout.engine.tokenizer.eos_token_id
@@ -534,7 +534,7 @@ class SlowScores(Scores):
 def test_reward_seconds_is_the_wait_for_the_last_rewards():
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), EnvFactory()
-    rollout.spec, rollout.scorer = SimpleNamespace(max_turns=0), SlowScores()
+    rollout.spec, rollout.scorer = SimpleNamespace(agent=None, max_turns=0), SlowScores()
     waited = rollout.generate(requests([[7]]), False).batch["reward_seconds"].tolist()
     assert len(waited) == 1 and 0.2 < waited[0] < 10
 
@@ -578,7 +578,7 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
     """Sequences have at most 20 tokens, 3 of them the prompt. Observations have at most 4."""
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), Echoes()
-    rollout.spec = SimpleNamespace(max_turns=2, longest_sequence=20, max_obs_length=4)
+    rollout.spec = SimpleNamespace(agent=None, max_turns=2, longest_sequence=20, max_obs_length=4)
     rollout.scorer = Scores()
     rollout.encode = encode_text(rollout.engine.tokenizer)
     secrets = ["ab", "odd", "longer", "none"]

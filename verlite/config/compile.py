@@ -28,6 +28,7 @@ from verlite.spec.data import DataSpec, OwnClass
 from verlite.spec.roles import (
     ActorSpec,
     AdvantageSpec,
+    AgentSpec,
     CriticSpec,
     EngineSpec,
     EnvSpec,
@@ -133,6 +134,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
         engines=plan.engines,
         scorer=scorer_spec(config.custom_reward_function, config.reward),
         env=env_spec(config) if plan.max_turns else None,
+        agent=agent_spec(config),
         template_kwargs=config.data.apply_chat_template_kwargs,
         max_turns=plan.max_turns,
         max_obs_length=config.data.max_obs_length,
@@ -240,6 +242,11 @@ def env_spec(config: Config) -> EnvSpec:
     return EnvSpec(
         config.env.name, config.env.kwargs, service_spec(RetrieverSpec, config.retriever)
     )
+
+
+def agent_spec(config: Config) -> AgentSpec | None:
+    """Return the agent program of each sample; None without one."""
+    return _take(AgentSpec, config.agent) if config.agent.command else None
 
 
 def reference_service_spec(config: Config) -> ReferenceServiceSpec | None:

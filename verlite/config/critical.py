@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verlite.config.plan import files_of, max_turns
+from verlite.config.plan import files_of, max_turns, program_words
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
@@ -118,6 +118,8 @@ def code_contents(config: Config) -> dict[str, str]:
     }
     if max_turns(config) and config.env.name not in ENV_FACTORIES:
         places["env.name"] = config.env.name.partition(":")[0]
+    words = program_words(config.agent.command)
+    places["agent.command"] = next((word for word in words if word.endswith(".py")), None)
     written = Path(config.trainer.default_local_dir) / CODE
     found = {}
     for key, place in places.items():
@@ -202,7 +204,15 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.extra": config.data.extra,
         "max_turns": max_turns(config),
         **(_environment(config) if max_turns(config) else {}),
+        **(_agent(config) if config.agent.command else {}),
     }
+
+
+def _agent(config: Config) -> dict[str, Any]:
+    """Return the settings of agent programs, without those that only time and machines decide."""
+    settings = {f"agent.{name}": getattr(config.agent, name) for name in ("command", "reward")}
+    lengths = ("max_prompt_length", "max_response_length")
+    return settings | {f"data.{name}": getattr(config.data, name) for name in lengths}
 
 
 def tuning_settings(config: TuningConfig) -> dict[str, Any]:

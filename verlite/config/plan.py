@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import os
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -432,7 +433,7 @@ def _algorithm(config: Config, updates: Updates) -> dict[str, Any]:
     corrected = correction.settings(config.algorithm.rollout_correction)
     measured = catalog.measured(config.algorithm.adv_estimator)
     loss = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
-    divisor = float(_longest_response(config, max_turns(config)))
+    divisor = float(_longest_response(config))
     buffer = max(1, config.data.max_response_length // 5)
     low, high = clip_range(actor)
     return {
@@ -457,10 +458,10 @@ def _lengths(config: Config) -> dict[str, Any]:
         "max_turns": turns,
         "longest_prompt": prompt,
         "longest_prompt_key": key,
-        "longest_response": _longest_response(config, turns),
+        "longest_response": _longest_response(config),
         "longest_sequence": longest,
         "max_model_len": _first(config.actor_rollout_ref.rollout.max_model_len, longest),
-        "turns": length_arithmetic(config) if turns else "",
+        "turns": length_arithmetic(config) if turns or config.agent.command else "",
     }
 
 
@@ -609,6 +610,19 @@ def max_turns(config: Config) -> int:
     return config.max_turns if config.do_search else 0
 
 
+def program_words(command: str | None) -> list[str]:
+    """Return the words of agent.command; [] if it is null, empty or has an open quote."""
+    try:
+        return shlex.split(command or "")
+    except ValueError:
+        return []
+
+
+def scores_itself(config: Config) -> bool:
+    """Return whether agent programs score their samples."""
+    return config.agent.command is not None and config.agent.reward == "program"
+
+
 def longest_prompt(config: Config) -> tuple[str, int]:
     """Return the key that limits the first prompt, and its value in tokens."""
     if max_turns(config) and config.data.max_start_length is not None:
@@ -629,9 +643,11 @@ def worst_case(config: Config) -> int:
     return prompt + max_turns(config) * each_turn + data.max_response_length
 
 
-def _longest_response(config: Config, turns: int) -> int:
+def _longest_response(config: Config) -> int:
     data = config.data
-    if not turns:
+    if config.agent.command:
+        return longest_sequence(config) - 1
+    if not max_turns(config):
         return data.max_response_length
     return min(
         worst_case(config) - longest_prompt(config)[1],
@@ -642,6 +658,12 @@ def _longest_response(config: Config, turns: int) -> int:
 def length_arithmetic(config: Config) -> str:
     """Return the arithmetic of the longest sample, and what happens to samples that do not fit."""
     data = config.data
+    if config.agent.command:
+        return (
+            f"the program {config.agent.command}: answers of up to {data.max_response_length} "
+            f"tokens, conversations of up to {longest_sequence(config)} "
+            "(data.max_prompt_length + data.max_response_length)"
+        )
     turns = max_turns(config)
     worst = worst_case(config)
     fits = longest_sequence(config)

@@ -39,6 +39,7 @@ OWN_ENGINES = "the engines run in this cluster"
 GPU = "the run is on GPUs"
 OWN_ROWS = "data.custom_cls.path or data.sampler.class_path is given"
 AGENT = ("max_turns>0", "do_search=true")
+PROGRAM = "agent.command!=null"
 ROW_ESTIMATOR = "the estimator compares whole responses (grpo, grpo_passk, rloo, gpg)"
 UNWHITENED = "the estimator does not whiten its advantages"
 GDPO = "algorithm.adv_estimator=gdpo"
@@ -1675,6 +1676,38 @@ class EnvConfig:
     )
 
 
+program_key = functools.partial(key, used_when=PROGRAM)
+
+
+@dataclass
+class AgentConfig:
+    """Agent: a program of your own, which asks the model over HTTP."""
+
+    command: Optional[str] = key(
+        None,
+        "Agent: command that is run for each sample, such as 'python my_agent.py'. It talks to the "
+        "model at OPENAI_BASE_URL, as to any server of OpenAI's protocol. null: no program.",
+    )
+    reward: str = program_key(
+        "program",
+        "Who scores a sample. program: the last line that it prints, a number or a JSON object "
+        "with score. function: the reward function, from the model's texts.",
+        choices=("program", "function"),
+    )
+    timeout_s: float = program_key(
+        600.0,
+        "Longest time for one sample, in seconds. After that its program is killed, and the sample "
+        "fails: status error, excluded from the loss and from all statistics.",
+        bound="> 0",
+    )
+    memory_gb: float = program_key(
+        4.0, "Largest memory of each process of a program, in GiB.", bound="> 0"
+    )
+    max_processes: int = program_key(
+        64, "Programs of one engine that run at the same time.", bound=">= 1"
+    )
+
+
 search_key = functools.partial(key, used_when="env.name=search")
 
 
@@ -1754,6 +1787,7 @@ class Config:
         "Agent: false generates a single turn even if max_turns is above 0.",
         used_when="max_turns>0",
     )
+    agent: AgentConfig = section(AgentConfig, "Agent: a program that asks the model over HTTP.")
     env: EnvConfig = section(EnvConfig, "Agent: the environment that it acts in.", used_when=AGENT)
     retriever: RetrieverConfig = section(
         RetrieverConfig, "Search agent: the retriever service.", used_when=AGENT

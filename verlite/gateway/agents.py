@@ -92,11 +92,12 @@ class Agents:
             finally:
                 self._gateway.close(session)
         trajectory = as_trajectory(session, task.prompt_ids)
-        trajectory.score = score
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
         if error is None and not trajectory.turns:
             error = ProgramError("it ended without an answer of the model")
-        if error is not None:
+        if error is None:
+            trajectory.score = score
+        else:
             trajectory.fail(error)
         return trajectory
 

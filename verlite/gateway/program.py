@@ -41,7 +41,10 @@ import json, os, sys
 sys.path[:] = json.loads(sys.argv[3])
 from verlite.rewards import keeper
 keeper.split(int(sys.argv[1]), int(sys.argv[2]))
-os.execvp(sys.argv[4], sys.argv[4:])
+try:
+    os.execvp(sys.argv[4], sys.argv[4:])
+except OSError as error:
+    sys.exit(f"{sys.argv[4]}: {error.strerror}")
 """
 
 

@@ -196,6 +196,12 @@ FIELDS: dict[str, Field] = {
         "B", (list,), "generate", "(model or tool, number of tokens) per part of the response"
     ),
     "transcript": Field("B", _ANY, "generate", "(model or tool, text) per part of the response"),
+    "session": Field(
+        "B",
+        (dict,),
+        "generate",
+        "what became of an agent program's requests (gateway.conversation.Session.ledger)",
+    ),
     "turn_infos": Field("B", (list,), "generate", "the environment's info of each turn"),
 }
 

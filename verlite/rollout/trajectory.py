@@ -5,10 +5,12 @@ and appended. The environment receives decoded text; that text is never tokenize
 """
 
 import asyncio
+import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -148,8 +150,9 @@ def _text_view(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: tuple[s
 
 async def run_all(
     engine: Engine,
-    requests: Sequence[Request],
+    requests: Sequence[Any],
     finished: Callable[[int, Trajectory], None] = lambda number, trajectory: None,
+    sample: Callable[[Any], Awaitable[Trajectory]] | None = None,
 ) -> list[Trajectory]:
     """Sample all trajectories concurrently. The engine decides how many run at once.
 
@@ -158,6 +161,7 @@ async def run_all(
         requests: what to sample.
         finished: `finished(i, trajectory)` is called when trajectory i completes, while others may
             still run.
+        sample: samples the trajectory of a request. None: `run_trajectory`.
 
     Returns:
         One trajectory per request, in the order of `requests`. Failed samples have status ERROR.
@@ -166,8 +170,10 @@ async def run_all(
         EngineError: the engine cannot generate. The other trajectories are cancelled.
     """
 
-    async def run(number: int, request: Request) -> Trajectory:
-        trajectory = await run_trajectory(engine, request)
+    sample = sample or functools.partial(run_trajectory, engine)
+
+    async def run(number: int, request: Any) -> Trajectory:
+        trajectory = await sample(request)
         finished(number, trajectory)
         return trajectory
 

@@ -422,8 +422,3 @@ class RolloutSpec:
     debug: bool
     folder: str
     """Working directory of the user's reward functions and agent programs."""
-
-    @property
-    def multi_turn(self) -> bool:
-        """Whether samples may have several turns of the model."""
-        return self.max_turns > 0 or self.agent is not None

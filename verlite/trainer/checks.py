@@ -4,6 +4,7 @@ torch is imported in functions: the first of them run before it is loaded.
 """
 
 import functools
+import shutil
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,7 @@ from verlite.config.compile import (
     scorer_spec,
     service_spec,
 )
-from verlite.config.plan import scores_remotely
+from verlite.config.plan import program_words, scores_itself, scores_remotely
 from verlite.config.rules.models import rotary_limit
 from verlite.config.schema import ModelConfig
 from verlite.controller import head
@@ -77,6 +78,8 @@ def reward_function(found: Preflight) -> None:
         RunRefused: the variable with the service's token is not set.
     """
     config = found.config
+    if scores_itself(config):
+        return
     sources = [source for files in found.rows.values() for source in files.data_sources()]
     try:
         scorer = Scorer(scorer_spec(config.custom_reward_function, config.reward))
@@ -254,6 +257,25 @@ def trainable_critic(found: Preflight) -> None:
     if "critic" in found.plan.roles:
         critic = model_spec(found.config.critic.model, path=found.plan.critic_model_path)
         compare_small_copy(found, critic, "critic.", "value")
+
+
+def agent_program(found: Preflight) -> None:
+    """Find the agent program, and the Python file that it names. Raises RunRefused."""
+    words = program_words(found.config.agent.command)
+    if not words:
+        return
+    if shutil.which(words[0]) is None:
+        raise RunRefused(
+            f"agent.command={found.config.agent.command}: {words[0]} is not a program on this "
+            "machine's PATH"
+        )
+    files = [word for word in words[1:] if word.endswith(".py")][:1]
+    missing = [file for file in files if not Path(file).expanduser().is_file()]
+    if missing:
+        raise RunRefused(
+            f"agent.command={found.config.agent.command}: {missing[0]} is not a file in "
+            f"{Path.cwd()}, where the program is started"
+        )
 
 
 def environment(found: Preflight) -> None:

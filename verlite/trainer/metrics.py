@@ -152,7 +152,22 @@ def agent_metrics(batch: DataProto) -> Metrics:
     completed = batch.select_idxs(torch.from_numpy(status != Status.ERROR))
     if len(completed):
         metrics |= _metrics_of_completed(completed)
-    return metrics
+    return metrics | session_metrics(batch)
+
+
+def session_metrics(batch: DataProto) -> Metrics:
+    """Return `agent/*` metrics of agent programs' samples, failed ones too; {} without programs.
+
+    `agent/untrained_token_frac` is the share of the model's tokens that are on other branches than
+    the one that is trained. The others are means per sample.
+    """
+    if "session" not in batch.non_tensor_batch:
+        return {}
+    sessions = batch.non_tensor_batch["session"]
+    sums = {name: float(sum(session[name] for session in sessions)) for name in sessions[0]}
+    untrained = sums.pop("untrained_tokens") / max(1.0, sums.pop("sampled_tokens"))
+    means = {f"agent/{name}": value / len(sessions) for name, value in sums.items()}
+    return {"agent/untrained_token_frac": untrained, **means}
 
 
 def _slowest_sample(batch: DataProto) -> Metrics:

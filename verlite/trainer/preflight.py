@@ -67,6 +67,7 @@ CHECKS = (
     ),
     Check("disk space", _RL + "disk_space", FILES, (RL,), uses=("train rows",)),
     Check("tools", _RL + "tools", FILES, (RL,), needs=(CODE, SERVICES)),
+    Check("agent program", _RL + "agent_program", FILES, (RL,), needs=(CODE,)),
     Check("reference service", _RL + "reference_service", FILES, (RL,), needs=(SERVICES,)),
     Check("generation servers", _RL + "generation_servers", FILES, (RL,), needs=(SERVICES,)),
     Check("Ray cluster", _RL + "ray_cluster", FILES, (RL,), needs=(CLUSTER,)),

@@ -4,10 +4,10 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.transport import Export, Offer
 from verlite.workers.background import Background, Waits
 from verlite.workers.weight_reader import WeightReader
+
+if TYPE_CHECKING:  # it needs an HTTP server, which other runs do not
+    from verlite.gateway.agents import Agents, Task
 
 KEPT = (
     "prompt_ids",
@@ -101,18 +104,21 @@ class RolloutWorker(Worker):
 
             def on_finished(row: int, trajectory: Trajectory) -> None:
                 decoded[row] = self._decode(trajectory)
-                if trajectory.status != Status.ERROR:
+                if trajectory.status != Status.ERROR and trajectory.score is None:
                     rewards.add(row, self._reward_item(columns, row, trajectory, decoded[row]))
 
-            prepared_requests = self._requests(columns, self.env_factory)
-            trajectories = asyncio.run(self._sample(prepared_requests, on_finished))
+            world = self._agents() or self.env_factory
+            prepared_requests = self._requests(columns, world)
+            trajectories = asyncio.run(self._sample(world, prepared_requests, on_finished))
             if sleep_after:
                 self.engine.sleep()
             began = time.monotonic()
             results = rewards.results()
             waited_s = time.monotonic() - began
-        multi_turn = self.spec.max_turns > 0
-        return as_columns(trajectories, decoded, results, waited_s, multi_turn)
+        results |= {row: t.score for row, t in enumerate(trajectories) if t.score is not None}
+        return as_columns(
+            trajectories, decoded, results, waited_s, self._multi_turn, self._programs
+        )
 
     @register("split")
     def start(self, requests: DataProto) -> None:
@@ -129,11 +135,11 @@ class RolloutWorker(Worker):
             env = self.spec.env if self.spec.max_turns else None
             factory = EnvFactory() if env is None else build_env_factory(env)
             self._rewards = self.scorer.stream()
-            self._background_envs = factory
+            self._background_world = self._agents() or factory
             self._waits = Waits(self.spec.phase_timeout_s)
-            self._background = Background(factory)
+            self._background = Background(self._background_world)
         columns = requests.non_tensor_batch
-        prepared_requests = self._requests(columns, self._background_envs)
+        prepared_requests = self._requests(columns, self._background_world)
         groups: dict[str, list[int]] = {}
         for row, uid in enumerate(columns["uid"]):
             groups.setdefault(uid, []).append(row)
@@ -179,21 +185,25 @@ class RolloutWorker(Worker):
         rewards: Stream | RemoteStream,
         waits: Waits,
         columns: Mapping[str, Any],
-        prepared_requests: Sequence[Request],
+        prepared_requests: Sequence[Any],
         rows: Sequence[int],
     ) -> DataProto:
         """Sample and score the rows of a group."""
         ended_at = 0.0
+        sampler = self._sampler(self._background_world)
 
         async def sample(row: int) -> tuple[Trajectory, DecodedResponse, RewardResult]:
             nonlocal ended_at
             note = functools.partial(waits.note, (columns["uid"][row], row))
-            trajectory = await run_trajectory(self.engine, prepared_requests[row], note)
+            trajectory = await sampler(prepared_requests[row], note)
             ended_at = time.monotonic()
             decoded = self._decode(trajectory)
             if trajectory.status == Status.ERROR:
                 note(None)
                 return trajectory, decoded, RewardResult(None)
+            if trajectory.score is not None:
+                note(None)
+                return trajectory, decoded, trajectory.score
             note("its reward")
             reward = rewards.score(self._reward_item(columns, row, trajectory, decoded))
             # Shielded, because the thread that scores completes the future in any case.
@@ -218,10 +228,21 @@ class RolloutWorker(Worker):
     ) -> DataProto:
         """Convert a group's samples to columns."""
         scores = dict(enumerate(results))
-        batch = as_columns(trajectories, decoded, scores, waited_s, self.spec.max_turns > 0)
+        kind = (self._multi_turn, self._programs)
+        batch = as_columns(trajectories, decoded, scores, waited_s, *kind)
         return batch.with_batch(sample_index=torch.arange(len(uids))).with_non_tensor(
             uid=object_array(uids)
         )
+
+    @property
+    def _programs(self) -> bool:
+        """Whether samples are those of agent programs."""
+        return self.spec.agent is not None
+
+    @property
+    def _multi_turn(self) -> bool:
+        """Whether samples may have several turns of the model."""
+        return self.spec.max_turns > 0 or self._programs
 
     def _decode(self, trajectory: Trajectory) -> DecodedResponse:
         """Decode what the model wrote, without special tokens; with turns also the transcript."""
@@ -231,7 +252,7 @@ class RolloutWorker(Worker):
 
         tokens = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
         sampled = text([token for token, mask in tokens if mask])
-        if not self.spec.max_turns:
+        if not self._multi_turn:
             return DecodedResponse(sampled)
         ids = iter(trajectory.response_ids)
         transcript: list[tuple[str, str]] = [
@@ -248,7 +269,7 @@ class RolloutWorker(Worker):
         decoded: DecodedResponse,
     ) -> RewardItem:
         extra_info = {**columns["extra_info"][row], "num_turns": trajectory.num_turns}
-        if self.spec.max_turns:
+        if self._multi_turn:
             info = {
                 "segments": decoded.transcript,
                 "status": str(trajectory.status),
@@ -267,11 +288,43 @@ class RolloutWorker(Worker):
         )
         return replace(item, prompt=prompt, sequence=sequence)
 
-    def _requests(self, columns: Mapping[str, Any], factory: EnvFactory) -> list[Request]:
+    def _agents(self) -> "Agents | None":
+        """Return what runs agent programs, None if the run has none."""
+        if self.spec.agent is None:
+            return None
+        from verlite.gateway.agents import Agents
+
+        folder = self.spec.folder if Path(self.spec.folder).is_dir() else None
+        longest = self.spec.longest_sequence
+        return Agents(self.spec.agent, self.engine, longest, self.spec.template_kwargs, folder)
+
+    def _sampler(self, world: "EnvFactory | Agents") -> Callable[..., Awaitable[Trajectory]]:
+        """Return what makes a trajectory of a prepared request, and says what it waits for."""
+        if isinstance(world, EnvFactory):
+            return functools.partial(run_trajectory, self.engine)
+        return world.sample
+
+    def _requests(self, columns: Mapping[str, Any], world: "EnvFactory | Agents") -> list[Any]:
+        if not isinstance(world, EnvFactory):
+            return self._tasks(columns)
         prompts = zip(
             columns["prompt_ids"], columns["sampling"], columns["extra_info"], strict=True
         )
-        return [self._request(*prompt, factory) for prompt in prompts]
+        return [self._request(*prompt, world) for prompt in prompts]
+
+    def _tasks(self, columns: Mapping[str, Any]) -> "list[Task]":
+        from verlite.gateway.agents import Task
+
+        names = {name: name for name in ("data_source", "ground_truth", "extra_info")}
+        names = {"prompt": "messages", **names}  # the program gets them as the data files have them
+        return [
+            Task(
+                {name: columns[column][row] for name, column in names.items()},
+                columns["prompt_ids"][row],
+                columns["sampling"][row],
+            )
+            for row in range(len(columns["sampling"]))
+        ]
 
     def _request(
         self,
@@ -303,10 +356,13 @@ class RolloutWorker(Worker):
             ) from error
 
     async def _sample(
-        self, requests: list[Request], on_finished: Callable[[int, Trajectory], None]
+        self,
+        world: "EnvFactory | Agents",
+        requests: list[Any],
+        on_finished: Callable[[int, Trajectory], None],
     ) -> list[Trajectory]:
-        async with self.env_factory:
-            return await run_all(self.engine, requests, on_finished)
+        async with world:
+            return await run_all(self.engine, requests, on_finished, self._sampler(world))
 
     @register("all")
     def tool_health(self) -> str | None:
@@ -401,6 +457,7 @@ def as_columns(
     results: Mapping[int, RewardResult],
     waited_s: float,
     multi_turn: bool,
+    programs: bool = False,
 ) -> DataProto:
     """Convert trajectories and their rewards to columns.
 
@@ -409,6 +466,8 @@ def as_columns(
     Args:
         results: Reward of each scored row by row number.
         waited_s: Time that the worker waited for rewards after its last sample.
+        multi_turn: samples may have several turns.
+        programs: samples are those of agent programs.
     """
     scored = [results.get(row, RewardResult(None)) for row in range(len(trajectories))]
     valid = [result.score is not None for result in scored]
@@ -456,6 +515,8 @@ def as_columns(
             "turn_infos": [t.infos for t in trajectories],
             "transcript": [response.transcript for response in decoded],
         }
+    if programs:
+        columns["session"] = [t.session for t in trajectories]
     return DataProto.from_dict(tensors, columns)
 
 

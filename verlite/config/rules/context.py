@@ -39,6 +39,9 @@ class Context:
         self.longest = plan.longest_sequence(config)
         """Tokens of the longest sequence."""
         self.turns = plan.max_turns(config)
+        self.agent = config.agent
+        self.scores_itself = plan.scores_itself(config)
+        """Agent programs score their samples."""
         self.estimator = config.algorithm.adv_estimator
         self.measured = catalog.measured(self.estimator)
         """What the estimator reads from forward passes."""

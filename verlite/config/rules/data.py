@@ -97,6 +97,7 @@ def _data_file(
     path = local_file(file)
     remote = plan.scores_remotely(config.reward)
     builtin = config.custom_reward_function.path is None and not remote
+    builtin = builtin and not plan.scores_itself(config)
     try:
         schema, rows = tables.outline(path)
         sources = _sources(path, schema, config.data.reward_fn_key) if builtin else []

@@ -17,6 +17,8 @@ CHANGES_SCORE = (
     "changes the score, and algorithm.adv_estimator=gdpo compares the parts of the reward",
     "Leave it out; let the reward function return such a part.",
 )
+ENVIRONMENT = "verlite.rewards.environment"
+"""custom_reward_function.path that adds up the rewards of an environment."""
 BUILT_IN_METRICS = (None, "score", "acc", "seq_reward", "seq_final_reward")
 
 
@@ -148,13 +150,35 @@ ERRORS: tuple[Row, ...] = (
         "is more than data.max_prompt_length={c.data.max_prompt_length}, which covers the first "
         "prompt and all turns before the last one", "Usual: half of it.",
         needs=("data.max_prompt_length",)),
-    Row("reward.overlong_buffer.enable", lambda c: c.turns and c.buffer.enable,
+    Row("reward.overlong_buffer.enable",
+        lambda c: (c.turns or c.agent.command) and c.buffer.enable,
         "is for single turns: the length of an agent's sample depends on its tools",
         "Leave it out, or use algorithm.mask_truncated=true."),
     Row("retriever.url",
         lambda c: (c.turns and c.config.env.name == "search"
             and not plan.files_of(c.config.retriever.url)),
         "is empty; env.name=search needs a retriever", "Such as http://127.0.0.1:8000/retrieve."),
+    Row("agent.command",
+        lambda c: c.agent.command is not None and not plan.program_words(c.agent.command),
+        "is empty or has an open quote", "Such as 'python my_agent.py'."),
+    Row("max_turns", lambda c: c.turns and c.agent.command,
+        "asks for an environment, but agent.command runs a program in its place",
+        "Leave one of them out."),
+    Row("agent.timeout_s",
+        lambda c: c.agent.command and c.agent.timeout_s >= c.trainer.phase_timeout_s,
+        "must be less than trainer.phase_timeout_s={c.trainer.phase_timeout_s:g}, after which a "
+        "step without progress ends", "Raise that key, too.", needs=("trainer.phase_timeout_s",)),
+    Row("custom_reward_function.path",
+        lambda c: c.scores_itself and c.config.custom_reward_function.path is not None,
+        "does not score samples that agent.command scores itself",
+        "Use agent.reward=function, or leave the function out."),
+    Row("reward.remote.url", lambda c: c.scores_itself and plan.scores_remotely(c.reward),
+        "does not score samples that agent.command scores itself",
+        "Use agent.reward=function, or leave the service out."),
+    Row("custom_reward_function.path",
+        lambda c: c.agent.command and c.config.custom_reward_function.path == ENVIRONMENT,
+        "adds up rewards of an environment, and agent.command has none",
+        "Use agent.reward=program, or another function."),
     # Dynamic sampling
     Row("actor_rollout_ref.rollout.n", lambda c: c.groups.enable and c.n == 1,
         "the single sample of a prompt never differs, so algorithm.filter_groups.enable=true "
@@ -162,7 +186,7 @@ ERRORS: tuple[Row, ...] = (
     Row("algorithm.filter_groups.metric",
         lambda c: (c.groups.enable and c.groups.metric not in BUILT_IN_METRICS
             and c.config.custom_reward_function.path is None
-            and not plan.scores_remotely(c.reward)),
+            and not (plan.scores_remotely(c.reward) or c.scores_itself)),
         "the built-in reward functions return only a score", "Use score or seq_reward."),
     Row("algorithm.filter_groups.metric",
         lambda c: c.groups.enable and c.groups.metric == "seq_final_reward",

@@ -246,6 +246,8 @@ def _empty_truths(c: Context) -> Iterator[str]:
         return  # which makes the rows
     if c.config.custom_reward_function.path is not None or plan.scores_remotely(c.reward):
         return
+    if plan.scores_itself(c.config):
+        return
     for key in ("data.train_files", "data.val_files"):
         for file in plan.files_of(keys.get(c.config, key)):
             try:

@@ -18,8 +18,11 @@ from verlite.trainer.outage import generate_with_retry, waits_for_services
 from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.weights import call_engines
 
-REQUEST_FIELDS = ("prompt_ids", "sampling", "data_source", "ground_truth", "extra_info")
-"""What a rollout worker needs to generate and score a response."""
+REQUEST_FIELDS = (
+    *("prompt_ids", "sampling", "messages"),
+    *("data_source", "ground_truth", "extra_info"),
+)
+"""What a rollout worker needs to generate and score a response. Agent programs get the messages."""
 
 
 def rollout(run: Run) -> DataProto:

@@ -1,0 +1,286 @@
+"""Agent programs in processes of their own: what they get, how they end, and their samples."""
+
+import asyncio
+import json
+import os
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from tests.envs.test_chat import QWEN, tokenizer_of
+from tests.gateway.speaker import Speaker
+from verlite.gateway import program
+from verlite.gateway.agents import Agents, Task
+from verlite.gateway.program import MAX_VARIABLE, ProgramError, score_of
+from verlite.rewards.result import BadReturn, RewardResult
+from verlite.rollout.types import EngineDied, Sampling, Status
+from verlite.spec.roles import AgentSpec
+
+pytestmark = pytest.mark.process
+
+ASK = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+key = "Bearer " + os.environ["OPENAI_API_KEY"]
+def ask(messages, **body):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": messages, **body}).encode(),
+        {"Content-Type": "application/json", "Authorization": key},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+"""
+"""Beginning of programs: `task`, and `ask(messages) -> message`."""
+ROW = {
+    "prompt": [{"role": "user", "content": "How high?"}],
+    "data_source": "heights",
+    "ground_truth": "330",
+    "extra_info": {"index": 3},
+}
+
+
+def sample(tmp_path, code, *turns, count=1, row=ROW, sampling=None, **spec):
+    """Run a program for `count` samples; return (engine, trajectories)."""
+    file = tmp_path / "agent.py"
+    file.write_text(ASK + textwrap.dedent(code))
+    engine = Speaker(tokenizer_of(QWEN), *turns)
+    command = f"{sys.executable} {file}"
+    settings = AgentSpec(command, **{"timeout_s": 60.0, "memory_gb": 2.0, **spec})
+    task = Task(row, [1, 2], sampling or Sampling(max_tokens=100))
+
+    async def run():
+        async with Agents(settings, engine, 1000, {}, str(tmp_path)) as agents:
+            return await asyncio.gather(*(agents.sample(task) for _ in range(count)))
+
+    return engine, asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def sampled_of(trajectory):
+    pairs = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
+    return [token for token, mask in pairs if mask]
+
+
+def test_a_conversation_becomes_a_scored_trajectory(tmp_path):
+    code = """
+        history = list(task["prompt"])
+        history.append(ask(history))
+        history.append({"role": "user", "content": "sure?"})
+        history.append(ask(history))
+        print("log")
+        right = history[-1]["content"] == task["ground_truth"]
+        print(json.dumps({"score": float(right), "turns": 2, "why": "exact"}))
+    """
+    engine, (trajectory,) = sample(tmp_path, code, "300?", "330")
+    assert trajectory.status is Status.DONE and trajectory.error is None
+    assert trajectory.score == RewardResult(1.0, {"turns": 2.0, "why": "exact"})
+    tokens = engine.tokenizer
+    first, second = (context for context, _ in engine.calls)
+    assert trajectory.prompt_ids == first
+    whole = trajectory.prompt_ids + trajectory.response_ids
+    assert whole[: len(second)] == second
+    sampled = sampled_of(trajectory)
+    assert tokens.decode(sampled) == "300?<|im_end|>330<|im_end|>"
+    assert [author for author, _ in trajectory.segments] == ["model", "tool", "model"]
+    assert trajectory.weight_versions == [(4, len(sampled))]
+    assert trajectory.session["requests"] == 2 and trajectory.session["branches"] == 1
+    assert trajectory.gen_seconds > 0 and trajectory.tool_seconds > 0
+
+
+def test_of_several_branches_the_one_with_the_most_sampled_tokens_is_trained(tmp_path):
+    code = """
+        ask([{"role": "user", "content": "sub-agent"}])
+        history = [*task["prompt"], ask(task["prompt"])]
+        ask([*history, {"role": "user", "content": "sure?"}])
+        print(0.5)
+    """
+    engine, (trajectory,) = sample(tmp_path, code, "short", "a longer one", "yes")
+    sampled = sampled_of(trajectory)
+    assert engine.tokenizer.decode(sampled) == "a longer one<|im_end|>yes<|im_end|>"
+    lost = len(engine.tokenizer.encode("short", add_special_tokens=False)) + 1
+    assert trajectory.session["untrained_tokens"] == lost
+    assert (trajectory.session["branches"], trajectory.session["new_roots"]) == (2, 1)
+
+
+def test_a_function_may_score(tmp_path):
+    _, (trajectory,) = sample(tmp_path, "ask(task['prompt'])", "a", reward="function")
+    assert (trajectory.status, trajectory.score) == (Status.DONE, None)
+
+
+def test_a_turn_cut_at_its_limit_at_the_end_is_status_length(tmp_path):
+    code = "ask(task['prompt']); print(1)"
+    _, (trajectory,) = sample(tmp_path, code, "x" * 9, sampling=Sampling(max_tokens=4))
+    assert (trajectory.status, trajectory.score) == (Status.LENGTH, RewardResult(1.0))
+
+
+FAILURES = {
+    "exit code": (
+        "ask(task['prompt']); raise OSError('broken')",
+        "ended with exit code 1: OSError",
+    ),
+    "no call": ("print(1)", "ended without an answer of the model"),
+    "no score": ("ask(task['prompt']); print('done')", "BadReturn: the last line of its output is"),
+    "no output": ("ask(task['prompt'])", "BadReturn: the last line of its output is ''"),
+    "not finite": ("ask(task['prompt']); print('NaN')", "BadReturn: returned nan"),
+    "signal": ("ask(task['prompt']); os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+    "memory": ("ask(task['prompt']); bytearray(4 << 30); print(1)", "MemoryError"),
+    "output": (
+        "ask(task['prompt'])\nwhile True: print('x' * 100000)",
+        "it printed more than 16 MiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name):
+    code, error = FAILURES[name]
+    _, (trajectory,) = sample(tmp_path, code, "a")
+    assert trajectory.status is Status.ERROR and trajectory.score is None
+    assert error in trajectory.error
+    assert not any(trajectory.response_mask)
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ProgramError, match="no-such-program: No such file or directory"):
+        asyncio.run(program.run("no-such-program -x", {}, "", "", timeout_s=60, memory_gb=1))
+
+
+def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path):
+    """Children in groups and sessions of their own, too."""
+    code = f"""
+        import subprocess, time
+        child = "import os, time; open(str(os.getpid()), 'w'); time.sleep(600)"
+        for options in ({{}}, {{"start_new_session": True}}):
+            subprocess.Popen([sys.executable, "-c", child], **options)
+        ask(task["prompt"])
+        open({str(tmp_path / "asked")!r}, "w")
+        time.sleep(600)
+    """
+    _, (trajectory,) = sample(tmp_path, code, "a", timeout_s=5.0)
+    assert trajectory.error == "ProgramError: it did not end within agent.timeout_s=5"
+    assert (tmp_path / "asked").exists()
+    children = [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]
+    assert len(children) == 2
+    wait_until_gone(children)
+
+
+def test_what_a_program_leaves_behind_is_killed_when_it_ends(tmp_path):
+    code = f"""
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+        ask(task["prompt"])
+        print(1)
+    """
+    _, (trajectory,) = sample(tmp_path, code, "a")
+    assert trajectory.score == RewardResult(1.0)
+    wait_until_gone([int((tmp_path / "child").read_text())])
+
+
+def wait_until_gone(pids):
+    end = time.monotonic() + 60
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < end, pids
+        time.sleep(0.01)
+
+
+def test_an_engine_that_dies_ends_the_program_and_is_raised(tmp_path):
+    died = EngineDied("it died")
+    code = f"""
+        try:
+            ask(task["prompt"])
+        except OSError:
+            open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+            import time
+            time.sleep(600)
+    """
+    with pytest.raises(EngineDied, match="it died"):
+        sample(tmp_path, code, died)
+
+
+def test_a_cancelled_sample_ends_its_program(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "import os, time\nopen('pid', 'w').write(str(os.getpid()))\n"
+        "os.rename('pid', 'ready')\ntime.sleep(600)"
+    )
+    settings = AgentSpec(f"{sys.executable} {file}")
+
+    async def run():
+        engine = Speaker(tokenizer_of(QWEN))
+        async with Agents(settings, engine, 1000, {}, str(tmp_path)) as agents:
+            task = asyncio.create_task(agents.sample(Task(ROW, [1], Sampling())))
+            while not (tmp_path / "ready").exists():
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    wait_until_gone([int((tmp_path / "ready").read_text())])
+
+
+def test_what_a_program_gets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SECRET_TOKEN", "hush")
+    monkeypatch.setenv("MY_SETTING", "seen")
+    monkeypatch.setenv("no_proxy", "example.org")
+    code = """
+        assert task == json.loads(os.environ["VERLITE_TASK"])
+        ask(task["prompt"])
+        names = ("MY_SECRET_TOKEN", "MY_SETTING", "NO_PROXY", "no_proxy", "OMP_NUM_THREADS")
+        seen = {name: str(os.environ.get(name)) for name in names}
+        print(json.dumps({"score": 0, "task": json.dumps(task), "folder": os.getcwd(), **seen}))
+    """
+    _, (trajectory,) = sample(tmp_path, code, "a")
+    parts = trajectory.score.parts
+    assert json.loads(parts["task"]) == ROW and parts["folder"] == os.path.realpath(tmp_path)
+    assert (parts["MY_SECRET_TOKEN"], parts["MY_SETTING"]) == ("None", "seen")
+    assert parts["no_proxy"] == "example.org,127.0.0.1" and "127.0.0.1" in parts["NO_PROXY"]
+    assert parts["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_task_too_long_for_a_variable_is_on_the_input(tmp_path):
+    row = ROW | {"extra_info": {"text": "é" * MAX_VARIABLE}}
+    code = """
+        assert "VERLITE_TASK" not in os.environ
+        ask(task["prompt"])
+        print(len(task["extra_info"]["text"]))
+    """
+    _, (trajectory,) = sample(tmp_path, code, "a", row=row)
+    assert trajectory.score == RewardResult(float(MAX_VARIABLE))
+
+
+def test_at_most_so_many_programs_run_at_once(tmp_path):
+    """Each counts the files of those that run while it does."""
+    code = f"""
+        import time
+        mark = {str(tmp_path)!r} + f"/{{os.getpid()}}.running"
+        open(mark, "w").close()
+        ask(task["prompt"])
+        running = len([name for name in os.listdir({str(tmp_path)!r}) if name.endswith("running")])
+        os.remove(mark)
+        print(running)
+    """
+    _, trajectories = sample(tmp_path, code, *"abcdef", count=6, max_processes=2)
+    assert {t.status for t in trajectories} == {Status.DONE}
+    assert max(t.score.score for t in trajectories) <= 2
+
+
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
+        ("1", RewardResult(1.0)),
+        ("-0.5", RewardResult(-0.5)),
+        ('{"score": 1, "acc": 0}', RewardResult(1.0, {"acc": 0.0})),
+    ],
+)
+def test_scores(line, result):
+    assert score_of(line) == result
+
+
+@pytest.mark.parametrize("line", ["", "right", "true", "[1]", '{"reward": 1}', "Infinity", '"1"'])
+def test_lines_that_are_no_score(line):
+    with pytest.raises(BadReturn):
+        score_of(line)
