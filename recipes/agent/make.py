@@ -1,0 +1,148 @@
+"""Build the agent recipe's files: products to work out, and a tiny random model. No downloads.
+
+    python recipes/agent/make.py [--folder recipes/agent/build] [--seed 0]
+
+Writes warm_up.jsonl (conversations for main_sft), train.parquet and test.parquet (rows in verl's
+format), and model/ (a random Qwen2). The products of test.parquet are in neither of the others.
+"""
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+from verlite.data.preprocess import write_parquet
+
+FOLDER = "recipes/agent/build"
+HELD_OUT = 128
+TRAINING = 2048
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+"""Text of a call before and after its expression."""
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ m.content }}<eos>"
+    "{% elif m.role == 'tool' %}[{{ m.content }}]"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+Pair = tuple[int, int]
+
+
+def pairs(seed: int) -> dict[str, list[Pair]]:
+    """Return pairs of two-digit numbers, no pair in two of the lists."""
+    every = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(every)
+    end = HELD_OUT + TRAINING
+    return {"test": every[:HELD_OUT], "train": every[HELD_OUT:end], "warm_up": every[end:]}
+
+
+def demonstration(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
+    """Return an imperfect conversation.
+
+    It mostly guesses. Where it asks the calculator, it often asks for another product, and often
+    says something else than the calculator did.
+    """
+    messages = [{"role": "user", "content": f"{a}*{b}"}]
+    guess = f"={rng.randrange(100, 9802)}"
+    if rng.random() < 0.65:
+        return [*messages, {"role": "assistant", "content": guess}]
+    x, y = (a, b) if rng.random() < 0.6 else (rng.randrange(10, 100), rng.randrange(10, 100))
+    result = x * y
+    return [
+        *messages,
+        {"role": "assistant", "content": f"{CALL[0]}{x}*{y}{CALL[1]}"},
+        {"role": "tool", "content": str(result)},
+        {"role": "assistant", "content": f"={result}" if rng.random() < 0.6 else guess},
+    ]
+
+
+def rl_row(split: str, index: int, a: int, b: int) -> dict[str, Any]:
+    """Return one product as a row in verl's format."""
+    return {
+        "data_source": "products",
+        "prompt": [{"role": "user", "content": f"{a}*{b}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a * b)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def make_data(folder: Path, seed: int) -> None:
+    """Write the files of rows, and print three demonstrations."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = pairs(seed)
+    for split in ("train", "test"):
+        rows = [rl_row(split, index, a, b) for index, (a, b) in enumerate(chosen[split])]
+        write_parquet(rows, folder / f"{split}.parquet")
+    rng = random.Random(seed + 1)
+    conversations = [demonstration(a, b, rng) for a, b in chosen["warm_up"]]
+    with (folder / "warm_up.jsonl").open("w") as file:
+        for messages in conversations:
+            file.write(json.dumps({"messages": messages}) + "\n")
+    right = sum(
+        messages[-1]["content"] == f"={a * b}"
+        for messages, (a, b) in zip(conversations, chosen["warm_up"], strict=True)
+    )
+    print(f"{folder}: {TRAINING} products to train on, {HELD_OUT} held out")
+    print(f"{right / len(conversations):.0%} of {len(conversations)} demonstrations are right:")
+    for messages in conversations[:3]:
+        print(f"  {' '.join(message['content'] for message in messages)}")
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """Write a random Qwen2. Its tokenizer has a token per character, and two for calls."""
+    import torch
+    from tokenizers import AddedToken
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    # Byte-level BPE writes space as Ġ and newline as Ċ.
+    characters = [*string.printable[:95].replace(" ", "Ġ"), "Ċ"]
+    vocabulary = ["<pad>", "<eos>", *characters]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(vocabulary)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<pad>",
+    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CALL])
+    tokenizer.chat_template = TEMPLATE
+    # See recipes/quickstart/make.py for initializer_range and the head size of 32.
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=3,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.07,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"{folder}: a random Qwen2 with {model.num_parameters():,} parameters")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", default=FOLDER)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make_data(Path(arguments.folder), arguments.seed)
+    make_model(Path(arguments.folder) / "model", arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Whole runs whose samples are those of an agent program."""
+
+import json
+import sys
+
+import pytest
+
+from recipes.agent import make
+from tests.trainer.runs import Launch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+AGENT = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+def ask(messages):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + key}
+    body = json.dumps({"messages": messages, "max_tokens": 4}).encode()
+    request = urllib.request.Request(url + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+messages = [*task["prompt"], ask(task["prompt"])]
+if task["extra_info"]["index"] % 4 == 0:
+    sys.exit("this task fails")
+if task["extra_info"]["index"] % 4 == 1:
+    ask([{"role": "user", "content": "9"}])
+messages += [{"role": "user", "content": "?"}]
+messages.append(ask(messages))
+print(json.dumps({"score": len(messages[-1]["content"]) / 4, "first": messages[1]["content"]}))
+"""
+"""Asks twice. Every fourth task fails, and another fourth has a second conversation of one turn."""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built")
+    make.make_data(folder, seed=0)
+    make.make_model(folder / "model", seed=0)
+    (folder / "agent.py").write_text(AGENT)
+    return folder
+
+
+def launch(built, tmp_path, *overrides):
+    base = [
+        "--config-name=agent_demo",
+        f"agent.command={sys.executable} {built}/agent.py",
+        f"data.train_files={built}/train.parquet",
+        f"data.val_files={built}/test.parquet",
+        f"actor_rollout_ref.model.path={built}/model",
+        "data.train_batch_size=8",
+        "data.shuffle=false",
+        "data.val_max_samples=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.max_error_rate=0.3",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.val_before_train=false",
+        "trainer.rollouts_per_step=-1",
+        "trainer.save_freq=-1",
+        "trainer.export_hf=false",
+    ]
+    run = Launch(tmp_path / "run", [*base, *overrides], tmp_path / "log", forked=True)
+    assert run.wait() == 0, run.text()
+    return run
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_samples_of_a_program_are_trained(built, tmp_path, mode):
+    run = launch(built, tmp_path, f"trainer.mode={mode}")
+    first, last = run.metrics()
+    for line in (first, last):
+        assert line["env/status/error"] == 0.25
+        # 3 of 4 tasks ask twice, and one of these has another conversation.
+        assert line["agent/requests"] == (1 + 3 + 2 + 2) / 4
+        assert line["agent/branches"] == (1 + 2 + 1 + 1) / 4
+        assert line["agent/new_roots"] == 0.25 and line["agent/aborted"] == 0
+        assert 0 < line["agent/untrained_token_frac"] < 0.5
+        assert 0 < line["training/log_prob_gap"] < 1e-4
+        assert line["num_turns/max"] == 4
+    assert last["val-core/products/reward/mean@1"] > 0 or any(
+        name.startswith("val") for name in last
+    )
+    lines = (run.run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 16
+    for sample in samples:
+        if sample["status"] == "error":
+            assert sample["score"] is None
+            assert sample["error"] == "ProgramError: it ended with exit code 1: this task fails"
+            continue
+        (one, *_, other) = [text for author, text in sample["transcript"] if author == "model"]
+        assert sample["reward_parts"]["first"] == one
+        assert sample["score"] == pytest.approx(len(other) / 4)
+        assert "?" in sample["transcript"][1][1]
+    run.assert_nothing_left()
+
+
+def test_a_reward_function_may_score_them(built, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(len(extra_info['trajectory']['segments']))\n"
+    )
+    options = [
+        "agent.reward=function",
+        f"custom_reward_function.path={tmp_path}/reward.py",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+    ]
+    run = launch(built, tmp_path, *options)
+    (line,) = run.metrics()
+    assert line["critic/score/mean"] == 3.0
