@@ -3,13 +3,16 @@
 import asyncio
 import json
 import os
+import re
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+import verlite
 from tests.envs.test_chat import QWEN, tokenizer_of
 from tests.gateway.speaker import Speaker
 from verlite.gateway import program
@@ -114,6 +117,22 @@ def test_a_turn_cut_at_its_limit_at_the_end_is_status_length(tmp_path):
     code = "ask(task['prompt']); print(1)"
     _, (trajectory,) = sample(tmp_path, code, "x" * 9, sampling=Sampling(max_tokens=4))
     assert (trajectory.status, trajectory.score) == (Status.LENGTH, RewardResult(1.0))
+
+
+def test_the_program_of_the_page_runs_as_it_stands(tmp_path):
+    page = Path(verlite.__file__).parents[1] / "docs" / "agent_programs.md"
+    (code,) = re.findall(r"```python\n(# my_agent\.py\n.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "my_agent.py").write_text(code)
+    engine = Speaker(tokenizer_of(QWEN), "300?", "330")
+    spec = AgentSpec(f"{sys.executable} my_agent.py", timeout_s=100.0)
+
+    async def run():
+        async with Agents(spec, engine, 1000, {}, str(tmp_path)) as agents:
+            return await agents.sample(Task(ROW, [1], Sampling(max_tokens=50)))
+
+    trajectory = asyncio.run(run())
+    assert (trajectory.error, trajectory.score) == (None, RewardResult(1.0))
+    assert trajectory.turns == 2 and trajectory.session["branches"] == 1
 
 
 FAILURES = {

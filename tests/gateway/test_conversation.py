@@ -51,7 +51,8 @@ def play(seed, steps=60):
             naive.answered.append((node.number, (answer, tokens[node.number])))
             continue
         earlier = [list(entry[0]) for _, entry in naive.answered if rng.random() < 0.5]
-        messages = [*(rng.choice(earlier) if earlier and move < 0.9 else []), rng.choice(TEXTS)]
+        begun = rng.choice(earlier) if earlier and move < 0.9 else []
+        messages = [*begun, *rng.choices(TEXTS, k=rng.randrange(1, 3))]
         match = session.match(messages)
         rewritten = match.parent is not None and rng.random() < 0.1
         candidates, known = naive.match(messages, 0)
@@ -109,6 +110,7 @@ def test_a_session_equals_the_naive_reference(seed):
 def test_a_request_given_as_tokens_continues_the_longest_context_that_begins_it(seed):
     rng = random.Random(seed)
     session, naive = Session(), Naive()
+    session.begin(session.match_tokens([7]), [7])  # runs, so nothing continues it
     for _ in range(40):
         earlier = rng.choice(naive.answered)[1][0] if naive.answered and rng.random() < 0.9 else []
         ids = [*earlier, *rng.choices((7, 8), k=rng.randrange(1, 3))]

@@ -186,6 +186,7 @@ FAILURES: dict[tuple[str, str], Failure] = {
     (RL, "tools"): Failure(
         f"max_turns=2 env.name=search retriever.url={AWAY}/retrieve", AWAY, kind="missing"
     ),
+    (RL, "agent program"): Failure("agent.command=no-such-program", "is not a program on this"),
     (RL, "reference service"): Failure(
         f"{ACTOR}ref.url={AWAY} {ACTOR}actor.use_kl_loss=true", AWAY, kind="missing"
     ),
