@@ -67,7 +67,7 @@ def launch(built, tmp_path, *overrides):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_samples_of_a_program_are_trained(built, tmp_path, mode):
-    run = launch(built, tmp_path, f"trainer.mode={mode}")
+    run = launch(built, tmp_path, f"trainer.mode={mode}", "async_training.max_age=0")
     first, last = run.metrics()
     for line in (first, last):
         assert line["env/status/error"] == 0.25
@@ -77,10 +77,7 @@ def test_samples_of_a_program_are_trained(built, tmp_path, mode):
         assert line["agent/new_roots"] == 0.25 and line["agent/aborted"] == 0
         assert 0 < line["agent/untrained_token_frac"] < 0.5
         assert 0 < line["training/log_prob_gap"] < 1e-4
-        assert line["num_turns/max"] == 4
-    assert last["val-core/products/reward/mean@1"] > 0 or any(
-        name.startswith("val") for name in last
-    )
+        assert line["num_turns/max"] == 4 and line["env/ratio_of_valid_action"] == 1
     lines = (run.run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert len(samples) == 16

@@ -141,6 +141,7 @@ def as_trajectory(session: OpenSession, prompt_ids: list[int]) -> Trajectory:
         trajectory.append_sampled(
             Completion(node.sampled, node.log_probs, node.finish_reason, node.versions)
         )
+        trajectory.infos.append({})
     if leaf is not None and leaf.finish_reason == "length":
         trajectory.status = Status.LENGTH
     trajectory.gen_seconds = session.engine_seconds
