@@ -1,8 +1,12 @@
 """Templates that would run or grow without end are errors, and leave no limits behind."""
 
 import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,14 +60,15 @@ def test_a_template_without_end_is_an_error(
     tokenizer = tiny_tokenizer()
     usual = tokenizer.chat_template
     expected = build_prompt(tokenizer, MESSAGES)
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    kinds = resource.RLIMIT_AS, resource.RLIMIT_CPU
+    before = [resource.getrlimit(kind) for kind in kinds]
     tokenizer.chat_template = template
     for _ in range(2):
         with pytest.raises(TemplateLimit, match=reason):
             build_prompts(tokenizer, [MESSAGES])
         with pytest.raises(TemplateLimit, match=reason):
             build_prompt(tokenizer, MESSAGES)
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert [resource.getrlimit(kind) for kind in kinds] == before
     tokenizer.chat_template = usual
     assert build_prompts(tokenizer, [MESSAGES, MESSAGES]) == [expected, expected]
 
@@ -83,6 +88,32 @@ def test_usual_arithmetic_is_not_refused(template: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     assert build_prompt(tokenizer, MESSAGES)
+
+
+@pytest.mark.process
+def test_a_step_of_python_without_end_ends_the_process() -> None:
+    """Each list has the last one twice, so the comparison takes 2**99 steps."""
+    template = (
+        "{% set ns = namespace(a=[0], b=[0]) %}{% for i in range(99) %}"
+        "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+    )
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "from tests.models import tiny_tokenizer\n"
+        "from verlite import chat_template\n"
+        "from verlite.data.prompts import build_prompt\n"
+        "chat_template.CPU_SECONDS = 1\n"
+        "tokenizer = tiny_tokenizer()\n"
+        f"tokenizer.chat_template = {template!r}\n"
+        f"build_prompt(tokenizer, {MESSAGES!r})\n"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=300
+    )
+    assert done.returncode == -signal.SIGXCPU
+    assert 'File "<template>", line' in done.stderr
+    assert "in build_prompt" in done.stderr
 
 
 def test_stars_in_text_are_no_powers() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tests.report.test_samples import SEARCHED
@@ -138,6 +139,18 @@ def test_text_of_people_is_unchanged() -> None:
     stream.writelines([text, "a\x1b"])
     print("\udcff", file=stream)  # type: ignore[call-overload]
     assert stream.getvalue() == text + "a\\x1b\\udcff\n"
+
+
+def test_a_terminal_that_takes_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There click, and so typer.echo, would write to the stream's bytes."""
+    below = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", CleanStream(below))
+    typer.echo(f"Zürich {EVIL}")
+    print("東京")
+    below.flush()
+    text = below.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert text.startswith("Z\\xfcrich \\x1b]0;title\\x07") and "\\u6771\\u4eac" in text
+    assert not FORBIDDEN.search(text)
 
 
 class Terminal(io.StringIO):

@@ -5,9 +5,11 @@ The sandbox limits `range` to 100,000, but neither nested loops nor the size of 
 """
 
 import ctypes
+import faulthandler
 import functools
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ SECONDS = 10.0
 """Longest time of one conversation. Usual templates take milliseconds."""
 MEMORY = 1 << 30
 """Bytes that the process may grow by meanwhile."""
+CPU_SECONDS = 60
+"""CPU time of the process meanwhile, after which the system ends it."""
 _CHECK_S = 0.25
 """Seconds between two looks at the clock."""
 
@@ -50,8 +54,8 @@ def limited(tokenizer: Any, memory: bool = True) -> Iterator[None]:
 
     Args:
         tokenizer: Its template must not have arithmetic that grows without limit in one step.
-        memory: Limit the growth of the process (Linux). Not beside threads that use a GPU, which
-            reserve addresses.
+        memory: Limit the growth of the process (Linux) and its CPU time. Not beside threads that
+            use a GPU, which reserve addresses, or that compute.
 
     Raises:
         TemplateLimit: the template takes more than SECONDS or MEMORY, or see `_uninterruptible`.
@@ -67,7 +71,8 @@ def limited(tokenizer: Any, memory: bool = True) -> Iterator[None]:
     if memory and callable(tokenizer):
         tokenizer("")  # starts its threads, whose stacks may need more than MEMORY
     try:
-        with _memory_limit() if memory else nullcontext(), _WATCH.limit(SECONDS):
+        limits = (_cpu_limit(), _memory_limit()) if memory else (nullcontext(), nullcontext())
+        with limits[0], limits[1], _WATCH.limit(SECONDS):
             yield
     except _TooLong:
         raise TemplateLimit(f"the chat template takes more than {SECONDS:g} s") from None
@@ -109,6 +114,31 @@ def _word(kind: str, text: str) -> str:
     if kind == "string":
         return "'" + re.sub(r"\W", "", text) + "'"
     return text if kind in ("name", "operator", "integer", "float") else ";"
+
+
+@contextmanager
+def _cpu_limit() -> Iterator[None]:
+    """Let the system end the process after CPU_SECONDS, with the stack of this thread.
+
+    Nothing else ends one step of Python that computes for hours, such as the comparison of lists
+    that contain each other twice, sixty times over: not even Ctrl-C.
+    """
+    if resource is None:
+        yield
+        return
+    _, hard = before = resource.getrlimit(resource.RLIMIT_CPU)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
+    if any(old != resource.RLIM_INFINITY and old <= limit for old in before):
+        yield
+        return
+    faulthandler.register(signal.SIGXCPU, file=2, all_threads=False, chain=True)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, before)
+        faulthandler.unregister(signal.SIGXCPU)
 
 
 @contextmanager

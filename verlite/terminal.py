@@ -43,7 +43,12 @@ class CleanStream:
 
     def write(self, text: str) -> int:
         """Write the cleaned text. Return the length of the text."""
-        self.raw.write(clean(text))
+        shown = clean(text)
+        try:
+            self.raw.write(shown)
+        except UnicodeEncodeError:
+            encoding = self.raw.encoding
+            self.raw.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -52,6 +57,8 @@ class CleanStream:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "buffer":  # click would write there if the stream takes ASCII only
+            raise AttributeError(name)
         return getattr(self.raw, name)
 
 
