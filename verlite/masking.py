@@ -37,7 +37,7 @@ image_key and bypass."""
 NUMBER_SECRET = re.compile(r"(secret|password|passwd|pwd|passphrase)s?$", re.IGNORECASE)
 """Names whose numbers are masked too."""
 URL_SECRET = re.compile(
-    r"(://(?:[^/:@\s]*:)?)[^/@\s]+(?=@)"
+    r"(://(?:[^/:@\s]*:)?)[^/\s]+(?=@)"
     r"|([?&#;](?:[\w.-]*[_.-])?(?:api[_-]?key|access_?key|key|token|secret|password|passwd|pwd|pass|"
     r"auth|sig|signature|credential)s?=)[^&\s]+",
     re.IGNORECASE,

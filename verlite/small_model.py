@@ -53,8 +53,21 @@ _INDICES = re.compile(r"(layer_ids|idxs?|only_layers|layer_idx|indices|moe_layer
 def small_config(config: PretrainedConfig, **options: Any) -> PretrainedConfig | None:
     """Return the configuration of a small copy that runs in transformers; None if there is none.
 
+    Of a model of images and text whose copy as a whole is too large or does not run, the copy is of
+    its text part, which is what transformers builds as its causal language model.
+
     options: arguments of AutoModelForCausalLM.from_config.
     """
+    from transformers import AutoModelForCausalLM
+
+    small = _small_config(config, **options)
+    text = config.get_text_config()
+    if small is None and text is not config and type(text) in AutoModelForCausalLM._model_mapping:
+        return _small_config(text, **options)
+    return small
+
+
+def _small_config(config: PretrainedConfig, **options: Any) -> PretrainedConfig | None:
     text = config.get_text_config()
     for name in ("hidden_size", "num_hidden_layers"):
         size = getattr(text, name, None) or 0

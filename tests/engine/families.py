@@ -97,7 +97,7 @@ def names() -> list[str]:
     found = []
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         kind = CONFIG_MAPPING[name]
-        is_text = not kind.sub_configs or name == "dbrx"
+        is_text = not kind.sub_configs or name in ("dbrx", "mpt")
         fields = getattr(kind, "__dataclass_fields__", {})
         names = {"type_vocab_size", "decoder_layers", "encoder_layers", "num_encoder_layers"}
         is_encoder = bool(names & fields.keys())

@@ -212,6 +212,14 @@ def test_self_check_sees_a_lost_cap_of_attention_logits(
         family.check(padded, "lm")
 
 
+def test_a_model_of_images_and_text_is_proven_by_its_text_part() -> None:
+    """Its vision part does not divide as the text part does, so there is no small copy of both."""
+    small = small_config(AutoConfig.for_model("llama4"))
+    assert small is not None and small.model_type == "llama4_text"
+    problem = family._problem(ModelSpec(path="x", use_remove_padding=False), "lm", small)
+    assert problem is not None and "padded sequences differ" in problem
+
+
 @pytest.mark.parametrize(
     "damage", [{"hidden_size": 10**12}, {"num_hidden_layers": 10**12}, {"hidden_size": [8]}]
 )

@@ -157,6 +157,7 @@ def test_bugreport_refuses_other_folders(tmp_path):
         ("prompt_key=question", "prompt_key=question"),
         ("Authorization: Bearer abcdefgh.ijkl", "Authorization: *** ***"),
         ("http://h/x?api_key=1&n=2", "http://h/x?api_key=***&n=2"),
+        ("at redis://me:p@ss@h:1/0", "at redis://me:***@h:1/0"),
         ("DB_PASS=x1y2 n=3", "DB_PASS=*** n=3"),
         ("OPENAI_API_KEY_2: abc", "OPENAI_API_KEY_2: ***"),
         ("Authorization: Basic bWU6cHc=", "Authorization: *** ***"),
