@@ -16,9 +16,10 @@ from tests.chaos.faults import FAULTS, STARTING, STEPPING
 from tests.chaos.report import Report
 from tests.chaos.run import Run, differences
 from tests.chaos.workloads import SECOND_NODE, WORKLOADS, Workload
+from verlite.control import limits
+from verlite.control.restarts import Attempt, Restarts
 from verlite.controller import placement
-from verlite.launch import supervise
-from verlite.launch.supervise import Attempt, Budget, CommandSupervisor
+from verlite.launch.supervise import CommandSupervisor
 
 STEPS = 3
 
@@ -134,20 +135,20 @@ def test_what_supervise_prints_about_attempts_is_understood(tmp_path, monkeypatc
     monkeypatch.setattr(placement, "_nodes", list)
     monkeypatch.setattr(placement.ray_internals, "free_resources", dict)
     for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
-        monkeypatch.setattr(supervise, name, 0.0)
+        monkeypatch.setattr(limits, name, 0.0)
     missing = placement._table("cpu", 2, 2).partition("\n")[0]
     left = [
         Attempt(76, "run", "a node is lost"),
         Attempt(2, "run", missing, error_type=placement.ResourcesMissing.__name__),
-        Attempt(-9, "run"),
+        Attempt(137, "run", signal="SIGKILL"),
         Attempt(1, "run"),
         Attempt(0, "run"),
     ]
     lines = []
     supervisor = CommandSupervisor(
-        [], Budget(50, 10), lambda text: lines.append(f"supervise: {text}")
+        [], Restarts(50, 10), lambda text: lines.append(f"supervise: {text}")
     )
-    monkeypatch.setattr(supervisor, "_attempt", lambda report: left.pop(0))
+    monkeypatch.setattr(supervisor, "_attempt", lambda report, count: left.pop(0))
     assert supervisor._run(tmp_path / "report.json") == 0 and len(lines) == 4
 
     run = Run(Workload("hosts", STEPS, 1, []), tmp_path, supervised=True)

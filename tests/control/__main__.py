@@ -1,8 +1,9 @@
-"""Simulate runs: python -m tests.control [run | flow] --schedules N --seed S
+"""Simulate runs: python -m tests.control [run | flow | watch] --schedules N --seed S
 
 Each seed is one schedule. run: what a run wants, how long its stages take, and which signals,
-failures, outages and full disks come when. flow: the same of the prompts, engines and checkpoints
-of asynchronous training. A schedule that breaks a rule is printed, reduced to what breaks it.
+failures, outages and full disks come when, and how often `verlite supervise` starts it again. flow:
+the same of the prompts, engines and checkpoints of asynchronous training. watch: workers that die,
+hang, are frozen or only slow. A schedule that breaks a rule is printed, reduced to what breaks it.
 """
 
 import argparse

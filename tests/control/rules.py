@@ -11,6 +11,7 @@ engines    restarts are bounded, and happen when they may
 outage     waits and repetitions are bounded, and as long as they may be
 code       the exit code is that of the first cause
 progress   without faults all steps are taken and nothing waits
+restart    the command is started again if that may help, at most as often as allowed
 end        nothing waits or repeats without end
 """
 
@@ -20,8 +21,9 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from verlite.control import events as e
-from verlite.control.exit_codes import DONE, INTERRUPTED, STOPPED
+from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, LOST, REFUSED, STOPPED
 from verlite.control.policy import Policy
+from verlite.control.restarts import Again, Attempt, Leave
 
 if TYPE_CHECKING:
     from tests.control.world import World
@@ -55,9 +57,11 @@ class Rules:
         self.counted = 0
         self.idle_since = 0.0
         self.code: int | None = None
-        self.ends_by = inf
+        self.leaves_at = inf
         self.loop_ended = False
         self.restarts = self.resamples = self.failed = 0
+        self.samples_fail: bool | None = None
+        """Whether the first engine that died in this step failed itself."""
         self.first_failed = 0.0
         self.outage: tuple[e.Outage, float] | None = None
 
@@ -143,13 +147,15 @@ class Rules:
     # Events of the loop
 
     def _Started(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
-        wanted = self.policy.validates_first and not self.start
+        wanted = self.policy.validates_first and (not self.start or self.policy.val_only)
         self.check((e.Validate in kinds) == wanted, "step: the first validation")
 
     def _StepWanted(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
         self.begun = True
         self.restarts = self.resamples = 0
+        self.samples_fail = None
         goes_on = self.finished < self.policy.total_steps and self.asked is None
+        goes_on = goes_on and not self.policy.val_only
         self.check((e.BeginStep in kinds) == goes_on, "step: the loop goes on or ends wrongly")
         if goes_on:
             step = next(c.step for c in commands if isinstance(c, e.BeginStep))
@@ -194,21 +200,32 @@ class Rules:
     def _LoopEnds(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
         self.loop_ended = True
         policy = self.policy
-        if self.finished < policy.total_steps or self.stops:
+        if (self.finished < policy.total_steps and not policy.val_only) or self.stops:
             expected: Any = e.Save() if self.finished > self.world.saved else e.Exit(STOPPED)
         else:
-            expected = e.Export() if policy.exports and self.finished else e.Exit(DONE)
+            exports = policy.exports and self.finished and not policy.val_only
+            expected = e.Export() if exports else e.Exit(DONE)
         self.check(commands[-1] == expected, f"save: {commands[-1]} at the end, not {expected}")
 
     # Engines and services
 
     def _EnginesDied(self, event: e.EnginesDied, commands: list[Any], kinds: set[type]) -> None:
+        if self.samples_fail is None:
+            self.samples_fail = event.fails_on_samples
         if self.stops and self.unsaved:
             self.check(e.GiveUp in kinds, "stop: it waits for an engine that nothing needs")
         elif e.GiveUp not in kinds and e.Interrupt not in kinds:
             may = self.restarts + event.count <= self.policy.max_restarts
             self.check((e.Restart in kinds) == may, "engines: restarts are not bounded")
-            self.restarts += event.count
+            if may:
+                self.restarts += event.count
+            else:
+                self._RestartFailed(event, commands, kinds)
+
+    def _RestartFailed(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+        self.check(e.Fail in kinds, "engines: one that cannot be started is waited for")
+        may_pass = not (self.samples_fail and self.restarts)
+        self.check(commands[-1].may_pass == may_pass, "code: whether the same samples fail again")
 
     def _Answered(self, event: e.Answered, commands: list[Any], kinds: set[type]) -> None:
         waits = event.outage is not None and self.resamples < RESAMPLES
@@ -274,7 +291,8 @@ class Rules:
             )
             kept = not self.unsaved or end.was_decided or limited
             self.check(kept, "save: the process ends while it saves")
-        early = self.counted < 2 and now - self.idle_since < END_S
+        early = now < self.leaves_at if end.was_decided else now - self.idle_since < END_S
+        early = early and self.counted < 2
         self.check(not early, "stop: the process ends before it could clean up")
 
     # The end
@@ -287,16 +305,69 @@ class Rules:
     def _Ended(self, event: e.Ended, commands: list[Any], kinds: set[type]) -> None:
         if self.code is None:
             self.code = self.stop_code if event.code is None else event.code
-            self.ends_by = self.world.now + (END_S if event.code is None else LEAVE_S) + SLACK_S
+            self.leaves_at = self.world.now + (END_S if event.code is None else LEAVE_S)
 
     def ended(self, code: int) -> None:
         """The process has ended."""
         self.check(code == self.code, f"code: {code}, not {self.code}")
-        self.check(self.world.now <= self.ends_by, "end: cleaning up has no end")
+        self.check(self.world.now <= self.leaves_at + SLACK_S, "end: cleaning up has no end")
         limited = self.counted > 1 or "SIGINT" in (self.asked, self.first_signal)
         if code == STOPPED and not limited:
             kept = self.finished <= max(self.world.saved, self.start)
             self.check(kept, "save: a finished step is thrown away")
-        if code == DONE:
+        if code == DONE and not self.policy.val_only:
             self.check(self.finished == self.policy.total_steps, "progress: steps are missing")
             self.check(self.world.exported or not self.policy.exports, "save: nothing is exported")
+
+
+class RestartRules:
+    """The rules of one `verlite supervise`, from the whole list of attempts each time."""
+
+    def __init__(self, max_restarts: int, same_step: int) -> None:
+        self.max_restarts, self.same_step = max_restarts, same_step
+        self.attempts: list[Attempt] = []
+
+    def ended(self, attempt: Attempt, asked: str, following: Again | Leave) -> None:
+        if not self.attempts or self.attempts[-1] is not attempt:
+            self.attempts.append(attempt)
+        expected = self._expected(attempt, asked)
+        got = following.after_s if isinstance(following, Again) else following.code
+        kind = "after" if isinstance(following, Again) else "exit code"
+        if (kind, got) != expected:
+            raise Broken(f"restart: {kind} {got}, not {expected}, after {self.attempts}")
+
+    def _expected(self, attempt: Attempt, asked: str) -> tuple[str, float]:
+        since = self._since()
+        lost = any(one.code == LOST for one in since)
+        resumes = attempt.code in (STOPPED, LOST) or attempt.signal == "SIGKILL"
+        resumes = resumes or (attempt.code == FAILED and attempt.run_dir and not attempt.error)
+        resumes = resumes or (attempt.error_type == "ResourcesMissing" and lost)
+        resumes = bool(resumes) and not attempt.no_restart
+        if asked == "SIGINT":
+            ended = attempt.code in (DONE, FAILED, REFUSED)
+            return "exit code", attempt.code if ended else INTERRUPTED
+        if asked:
+            return "exit code", STOPPED if resumes else attempt.code
+        if not resumes:
+            return "exit code", attempt.code
+        failed = [one for one in since if one.code != STOPPED]
+        steps = [one.step for one in failed if one.code != REFUSED]
+        at_step = 0
+        while at_step < len(steps) and steps[-1 - at_step] == steps[-1]:
+            at_step += 1
+        if len(since) > self.max_restarts or (self.same_step and at_step >= self.same_step):
+            return "exit code", FAILED
+        return "after", min(300.0, 5.0 * 2.0 ** (len(failed) - 1)) if failed else 1.0
+
+    def _since(self) -> list[Attempt]:
+        """The attempts from the last one that made progress on."""
+        saved = step = -1
+        begin = 0
+        for number, one in enumerate(self.attempts):
+            if one.saved is not None and one.saved > saved:
+                begin = number
+            elif one.saved is None and one.step is not None and one.step > step:
+                begin = number
+            saved = saved if one.saved is None else max(saved, one.saved)
+            step = step if one.step is None else max(step, one.step)
+        return self.attempts[begin:]

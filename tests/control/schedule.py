@@ -14,12 +14,15 @@ class Fault:
 
     kind: str
     """signal; kill; error: a worker is lost; engine: a rollout engine dies; full: the disk is full;
-    outage: a service is down."""
+    outage: a service is down; supervisor: a signal to `verlite supervise`; elsewhere: another rank
+    of SFT or DPO is asked to stop; broken: no engine can be started; missing: the cluster is away.
+    """
     at: float
     until: float = 0.0
-    """full, outage: the end."""
+    """full, outage, broken, missing: the end."""
     name: str = ""
-    """signal: its name. outage: "flaky" if health checks pass."""
+    """signal, supervisor: its name. outage: "flaky" if health checks pass. engine: "samples" if the
+    samples may be the reason. kill: "silent" if native code ends the process with 1."""
     in_c: bool = False
     """signal: the main thread runs C code, and learns of it when its stage has ended."""
 
@@ -50,6 +53,14 @@ class Schedule:
     save_s: float = 4.0
     cleanup_s: float = 3.0
     health_s: float = 0.0
+    val_only: bool = False
+    command_restarts: int = 10
+    """--max-restarts of `verlite supervise`."""
+    same_step: int = 3
+    """--same-step."""
+    crash_step: int = 0
+    """The step whose update crashes the process, `crashes` times."""
+    crashes: int = 0
     varies: float = 1.0
     """A stage takes up to this many times its seconds."""
     faults: tuple[Fault, ...] = field(default_factory=tuple)
@@ -64,7 +75,9 @@ class Schedule:
             yield replace(self, total_steps=self.total_steps - 1)
         if self.runtime_s is not None:
             yield replace(self, runtime_s=None)
-        for name in ("test_freq", "validates_first", "exports"):
+        if self.crashes:
+            yield replace(self, crashes=self.crashes - 1)
+        for name in ("test_freq", "validates_first", "exports", "val_only"):
             if getattr(self, name):
                 yield replace(self, **{name: 0})
 
@@ -120,6 +133,30 @@ def schedule(seed: int) -> Schedule:
         else:
             found.append(Fault(kind, at))
     resumed = pick((0, 0, 0, steps // 2))
+    for _ in range(pick((0, 0, 0, 0, 1, 2))):
+        at = uniform(0.0, length)
+        kind = pick(("supervisor", "broken", "missing", "error", "kill", "samples"))
+        if not settings.gives_up and draw.random() < 0.6:
+            kind = "elsewhere"
+        if kind == "missing":  # often while it is lost
+            found.append(Fault("error", at))
+            found.append(Fault(kind, at, at + pick((2.0, 30.0, 2000.0))))
+        elif kind == "samples":
+            found += [Fault("engine", at + more, name=kind) for more in (0.0, 9.0)]
+        elif kind == "broken":
+            found += [Fault("engine", at), Fault(kind, at, at + 30.0)]
+        else:
+            name = {"supervisor": pick(SIGNALS), "kill": pick(("", "silent"))}.get(kind, "")
+            found.append(Fault(kind, at, name=name))
+    val_only = draw.random() < 0.05 and settings.gives_up
     return replace(
-        settings, resumed=resumed, faults=tuple(sorted(found, key=lambda fault: fault.at))
+        settings,
+        resumed=resumed,
+        val_only=val_only,
+        validates_first=settings.validates_first or val_only,
+        command_restarts=pick((0, 1, 2, 10, 10)),
+        same_step=pick((0, 2, 3, 3)),
+        crash_step=pick((1, steps)),
+        crashes=pick((0, 0, 0, 0, 0, 1, 2, 4)),
+        faults=tuple(sorted(found, key=lambda fault: fault.at)),
     )

@@ -7,15 +7,22 @@ from tests.control.flow_schedule import FlowSchedule, flow_schedule
 from tests.control.flow_world import FlowWorld
 from tests.control.rules import Broken
 from tests.control.schedule import Schedule, schedule
+from tests.control.watch_world import WatchSchedule, WatchWorld, watch_schedule
 from tests.control.world import World
 
-AnySchedule = Schedule | FlowSchedule
-WORLDS: dict[type, Callable[[AnySchedule], World | FlowWorld]] = {
+AnySchedule = Schedule | FlowSchedule | WatchSchedule
+WORLDS: dict[type, Callable[[AnySchedule], World | FlowWorld | WatchWorld]] = {
     Schedule: World,
     FlowSchedule: FlowWorld,
+    WatchSchedule: WatchWorld,
 }
-DRAWS: dict[str, Callable[[int], AnySchedule]] = {"run": schedule, "flow": flow_schedule}
-"""What is simulated: stops, faults and restarts of a run; the prompts of asynchronous training."""
+DRAWS: dict[str, Callable[[int], AnySchedule]] = {
+    "run": schedule,
+    "flow": flow_schedule,
+    "watch": watch_schedule,
+}
+"""What is simulated: stops, faults and restarts of a run; the prompts of asynchronous training;
+dead, frozen, hanging and slow workers."""
 
 
 @dataclass(frozen=True)

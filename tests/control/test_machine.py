@@ -84,9 +84,13 @@ def test_restarts_name_the_engine_and_the_limit():
 def test_the_first_cause_decides_the_exit_code(at, name, exit_code):
     one = machine(e.StepWanted())
     assert one.handle(e.Asked(name), at) == [e.Interrupt()]
-    assert one.handle(e.Ended(None), at) == [e.LeaveWithin(limits.END_S)]
+    assert one.handle(e.Ended(None), at) == [e.Decided()]
     assert one.handle(e.Ended(1), at) == []
     assert one.exit_code == exit_code
+    assert one.handle(e.Watched(), at + limits.END_S) == []
+    (end,) = one.handle(e.Watched(), at + limits.END_S + 0.1)
+    why = "cleaning up took longer than 8 s, so the process was ended"
+    assert end == e.EndProcess(exit_code, why, was_decided=True)
 
 
 def test_a_run_stops_while_there_is_time_to_save():

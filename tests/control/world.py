@@ -12,16 +12,20 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
-from tests.control.rules import Broken, Rules
+from tests.control.rules import Broken, RestartRules, Rules
 from tests.control.schedule import Fault, Schedule
 from verlite.control import events as e
-from verlite.control import limits
+from verlite.control import exit_codes, limits
 from verlite.control.machine import Machine
 from verlite.control.policy import Policy
+from verlite.control.restarts import Attempt, Leave, Restarts
 
 TICK_S = 1.0
 """How often the watching thread looks. The real one does so every limits.WATCH_S."""
-ATTEMPTS = 12
+JOBS = 12
+"""How often the user starts `verlite supervise`."""
+LASTS = ("full", "outage", "broken", "missing")
+"""Faults that last."""
 MAX_EVENTS = 20_000
 
 
@@ -42,10 +46,10 @@ class Failed(Exception):
 
 
 class ProcessEnded(Exception):
-    """The process is gone. code: None after SIGKILL."""
+    """The process is gone. killed: the control did not end it. signal: the one that did."""
 
-    def __init__(self, code: int | None) -> None:
-        self.code = code
+    def __init__(self, code: int, signal: str = "", killed: bool = False) -> None:
+        self.code, self.signal, self.killed = code, signal, killed
 
 
 class World:
@@ -59,7 +63,12 @@ class World:
         """The newest checkpoint in the run directory."""
         self.exported = False
         self.step_s = self.save_s = 0.0
-        self.pending = [f for f in schedule.faults if f.kind not in ("full", "outage")]
+        self.pending = [f for f in schedule.faults if f.kind not in LASTS]
+        self.crashes = schedule.crashes
+        self.asked = ""
+        """The last signal to `verlite supervise`."""
+        self.gave_up = False
+        """Whether it gave up a command that may succeed, as a user may start it once more."""
         self.events = 0
 
     @property
@@ -72,29 +81,52 @@ class World:
         faults = (f for f in self.schedule.faults if f.kind == kind and f.name != but)
         return any(f.at <= self.now < f.until for f in faults)
 
-    def run(self) -> list[int | None]:
-        """Start the command until it is done, or has failed. Return the exit codes.
+    def run(self) -> list[int]:
+        """Start `verlite supervise` until the command is done or has failed; return its exit codes.
 
         Raises Broken if a rule was broken.
         """
-        codes: list[int | None] = []
+        codes: list[int] = []
         stuck = 0
-        while len(codes) < ATTEMPTS:
+        while len(codes) < JOBS:
             before = self.saved
-            process = Process(self)
-            code = process.run()
-            codes.append(code)
-            if code in (0, 1):
+            codes.append(self.supervise())
+            if codes[-1] in (exit_codes.DONE, exit_codes.FAILED) and not self.gave_up:
                 self.check_codes(codes)
                 return codes
             stuck = stuck + 1 if self.saved == before else 0
             if stuck == 3 and self.schedule.runtime_s is not None:
                 return codes  # the wall time is too short for a step
-            self.now += 1.0
+            away = [f.until for f in self.schedule.faults if f.kind == "missing"]
+            self.now = max([self.now + 1.0, *(until for until in away if self.is_in("missing"))])
         raise Broken("progress: it is neither done nor has it failed")
 
-    def check_codes(self, codes: list[int | None]) -> None:
-        undisturbed = not self.schedule.faults and self.schedule.runtime_s is None
+    def supervise(self) -> int:
+        """As launch.supervise, with the real decisions. Returns its exit code."""
+        s = self.schedule
+        restarts = Restarts(s.command_restarts, s.same_step)
+        rules = RestartRules(s.command_restarts, s.same_step)
+        first, self.asked = self.saved, ""
+        while True:
+            attempt = Process(self).attempt(first)
+            following = restarts.ended(attempt, self.asked)
+            rules.ended(attempt, self.asked, following)
+            if isinstance(following, Leave):
+                self.gave_up = following.code == exit_codes.FAILED != attempt.code
+                return following.code
+            end = self.now + following.after_s
+            while self.pending and self.pending[0].at < end:  # no process can be disturbed
+                fault = self.pending.pop(0)
+                if fault.kind == "supervisor" and fault.at >= self.now:
+                    self.now, self.asked = fault.at, fault.name
+                    code = restarts.code_when_asked(attempt, self.asked)
+                    rules.ended(attempt, self.asked, Leave(code))
+                    return code
+            self.now = end
+
+    def check_codes(self, codes: list[int]) -> None:
+        s = self.schedule
+        undisturbed = not s.faults and s.runtime_s is None and not s.crashes
         if undisturbed and codes != [0]:
             raise Broken(f"progress: exit codes {codes} without a fault")
 
@@ -116,6 +148,7 @@ class Process:
             validates_first=s.validates_first,
             gives_up=s.gives_up,
             exports=s.exports,
+            val_only=s.val_only,
             max_restarts=s.max_restarts,
             max_failed_saves=s.max_failed_saves,
             stop_grace_s=s.grace_s,
@@ -125,8 +158,13 @@ class Process:
         self.rules = Rules(world, self.policy)
         self.step = world.start
         self.late: list[str] = []  # signals that the main thread does not know of yet
-        self.ticks = self.leave_at = inf
+        self.ticks = inf
         self.deaths = 0
+        self.samples_fail = False  # whether one of the dead engines failed itself
+        self.elsewhere = False  # whether another rank was asked to stop
+        self.logged: int | None = None  # the last step in metrics.jsonl
+        self.has_folder = self.wall_time_over = False
+        self.error = self.error_type = ""
 
     # The shell
 
@@ -137,7 +175,7 @@ class Process:
             raise Broken("end: a wait, restart or repetition has no end")
         commands = self.machine.handle(event, self.world.now)
         self.rules.look(event, commands)
-        if self.machine.patience.first is not None and self.ticks == inf:
+        if self.machine.patience.waits and self.ticks == inf:
             self.ticks = self.world.now + TICK_S
         following = None
         for command in commands:
@@ -146,13 +184,13 @@ class Process:
                     raise Interrupted
                 case e.GiveUp():
                     raise StepAborted
-                case e.LeaveWithin(seconds):
-                    self.leave_at = self.world.now + seconds
                 case e.EndProcess(code):
                     raise ProcessEnded(code)
-                case e.Say() | e.Warn() | e.WallTimeOver() | e.NotSaved() | e.SaveLimited():
+                case e.WallTimeOver():
+                    self.wall_time_over = True
+                case e.Say() | e.Warn() | e.NotSaved() | e.SaveLimited():
                     pass
-                case e.EndEngines():
+                case e.EndEngines() | e.Decided():
                     pass
                 case _:
                     following = command
@@ -167,9 +205,7 @@ class Process:
         poll = world.now if polls else inf
         while True:
             fault = world.pending[0].at if world.pending else inf
-            world.now = max(world.now, min(end, fault, self.ticks, poll, self.leave_at))
-            if world.now >= self.leave_at:
-                raise ProcessEnded(self.machine.exit_code)
+            world.now = max(world.now, min(end, fault, self.ticks, poll))
             if world.now >= fault:
                 self.happens(world.pending.pop(0))
                 poll = min(poll, world.now) if polls else inf
@@ -186,23 +222,36 @@ class Process:
             self.tell(e.Asked(self.late.pop(0)))
 
     def happens(self, fault: Fault) -> None:
+        name = fault.name
         if fault.kind == "kill":
-            raise ProcessEnded(None)
+            self.dies(name == "silent")
         if fault.kind == "error" and self.rules.where not in ("cleanup", "open"):
-            raise Failed(76, "a worker was lost")
+            raise Failed(exit_codes.LOST, "a worker was lost")
         if fault.kind == "engine":
             self.deaths += 1  # the next call of the engines notices it
-        if fault.kind != "signal":
+            self.samples_fail = self.samples_fail or name == "samples"
+        self.elsewhere = self.elsewhere or fault.kind == "elsewhere"
+        if fault.kind == "supervisor":
+            if name == "SIGHUP" and self.world.asked:
+                return
+            self.world.asked = name
+            name = "SIGTERM" if name == "SIGHUP" else name
+        elif fault.kind != "signal":
             return
-        self.rules.signal(fault.name)
-        order = [e.Signal(fault.name), e.Asked(fault.name)]
+        self.rules.signal(name)
+        order = [e.Signal(name), e.Asked(name)]
         if fault.in_c:
-            self.late.append(fault.name)
+            self.late.append(name)
             order.pop()
         elif self.world.draw.random() < 0.5:
             order.reverse()
         for event in order:
             self.tell(event)
+
+    def dies(self, silently: bool = False) -> None:
+        if silently and self.has_folder:
+            raise ProcessEnded(exit_codes.FAILED, killed=True)
+        raise ProcessEnded(137, "SIGKILL", killed=True)
 
     # The run
 
@@ -219,16 +268,24 @@ class Process:
     def restart(self, died: "EnginesGone") -> None:
         """As trainer.recovery."""
         while True:
-            following = self.tell(e.EnginesDied(died.count, "engine", "killed"))
-            if isinstance(following, e.Fail):
-                raise Failed(76, following.reason)
+            fails, self.samples_fail = self.samples_fail, False
+            following = self.tell(e.EnginesDied(died.count, "engine", "killed", fails))
+            self.raise_if_fails(following)
             try:
                 with self.rules.phase("restart"):
                     self.call(self.schedule.sync_s)
+                if self.world.is_in("broken"):
+                    self.raise_if_fails(self.tell(e.RestartFailed("no device")))
+                    raise Broken("engines: an engine that could not be started is used")
                 break
             except EnginesGone as again:
                 died = again
         self.tell(e.EnginesRestarted())
+
+    def raise_if_fails(self, following: Any) -> None:
+        if isinstance(following, e.Fail):
+            code = exit_codes.LOST if following.may_pass else exit_codes.FAILED
+            raise Failed(code, following.reason)
 
     def give_weights(self) -> None:
         while True:
@@ -265,6 +322,9 @@ class Process:
 
     def steps(self) -> Iterator[int]:
         while isinstance(command := self.tell(e.StepWanted()), e.BeginStep):
+            if self.elsewhere and not self.schedule.gives_up:
+                self.tell(e.StoppedElsewhere())
+                return
             self.step = command.step
             yield self.step
 
@@ -284,6 +344,9 @@ class Process:
                     self.tell(e.UpdateBegins())
             with rules.phase("update"):
                 self.take(self.varied(s.update_s), polls=s.gives_up)
+                if self.world.crashes and self.step == s.crash_step:
+                    self.world.crashes -= 1
+                    self.dies()
                 if s.gives_up:
                     self.tell(e.UpdateBegins())
                     with suppress(StepAborted):
@@ -316,6 +379,7 @@ class Process:
             self.world.step_s = max(self.world.step_s, step_s)
             self.world.save_s = max(self.world.save_s, save_s)
             self.tell(e.StepEnds(step_s, save_s))
+            self.logged = self.step
             self.take(0.05)
 
     def save(self) -> tuple[Any, float]:
@@ -346,13 +410,34 @@ class Process:
             raise Broken(f"end: {following} does not say how the run ends")
         return following.code
 
-    def run(self) -> int | None:
-        """Run the process to its end. Return its exit code; None if it was killed."""
+    def attempt(self, first: int) -> Attempt:
+        """Run the process to its end. first: the newest checkpoint when the supervisor started."""
+        code, signal = self.run()
+        if self.error and self.machine.code is not None and not signal:
+            code = self.machine.code  # that of error.json, also if native code ended the process
+        saved = self.world.saved if self.world.saved > first else None
+        return Attempt(
+            code,
+            "run" if self.has_folder else "",
+            self.error,
+            saved if self.logged is None else self.logged,
+            saved,
+            "the wall time is over" if self.wall_time_over else "",
+            self.error_type,
+            signal,
+        )
+
+    def run(self) -> tuple[int, str]:
+        """Run the process to its end. Return its exit code and the signal that ended it."""
         world, rules = self.world, self.rules
         try:
             try:
                 with rules.phase("open"):
                     self.take(self.varied(self.schedule.open_s))
+                    self.has_folder = True
+                    if world.is_in("missing"):
+                        self.error_type = "ResourcesMissing"
+                        raise Failed(exit_codes.REFUSED, "too few devices")
                     times = (world.step_s, world.save_s) if self.policy.deadline else (0.0, 0.0)
                     self.tell(e.Begins(self.policy, world.start, world.saved, *times))
                 try:
@@ -364,6 +449,7 @@ class Process:
             except Interrupted:
                 self.end(None)
             except Failed as failure:
+                self.error = str(failure) or "failed"
                 self.end(failure.code)
                 self.end(1)  # an error while cleaning up
             with rules.phase("cleanup"):
@@ -375,11 +461,11 @@ class Process:
                         raise Broken("end: interrupted twice") from None
             code = self.machine.exit_code
         except ProcessEnded as ended:
-            if ended.code is None:
-                return None
             code = ended.code
+            if ended.killed:
+                return code, ended.signal
         rules.ended(code)
-        return code
+        return code, ""
 
     def end(self, code: int | None) -> None:
         self.tell(e.Ended(code))

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.controller.workers import Light
-from verlite.controller import node, node_watch, supervise
+from verlite.control import limits
+from verlite.control.watch import Beat, Heard
+from verlite.controller import node, node_watch, rank_watch, supervise
 from verlite.controller.failures import (
     DIED,
+    STUCK,
     Cause,
     RankDied,
     StuckError,
@@ -27,6 +30,7 @@ from verlite.controller.node_watch import Daemon
 from verlite.controller.records import Failed
 from verlite.controller.worker_actor import WorkerActor
 from verlite.controller.worker_handle import WorkerHandle
+from verlite.progress import Progress
 from verlite.trainer.errors import exit_code
 
 
@@ -244,7 +248,7 @@ def test_a_call_over_its_limit_is_looked_at_once_more(monkeypatch, end):
     supervisor, killed = restarting(monkeypatch, [], last, *[[]] * 9)
     supervisor.workers = [first, idle, actor]
     call = supervisor.watch(supervise.Future(supervisor, "actor", "publish", {"ref": actor}, list))
-    monkeypatch.setattr(supervise, "GRACE_S", 0.01)
+    monkeypatch.setattr(limits, "GRACE_S", 0.01)
     monkeypatch.setattr(supervisor.ranks, "exceeds", lambda future, limit_s: True)
     for name, value in (("diagnose", [None]), ("process_infos", [None])):
         monkeypatch.setattr(supervise, name, lambda workers, value=value: value)
@@ -296,15 +300,72 @@ def test_an_idle_engine_that_is_frozen_does_not_disturb_another_call(monkeypatch
     supervisor.restartable = {"rollout"}
     supervisor.workers = [idle, busy, actor]
     supervisor.watch(supervise.Future(supervisor, "rollout", "sleep", {"call": busy}, list))
-    monkeypatch.setattr(supervisor.ranks, "is_due", lambda: True)
-    monkeypatch.setattr(supervisor.ranks, "still", lambda *arguments: None)
+    monkeypatch.setattr(supervisor.ranks.watch, "is_due", lambda now: True)
 
-    def frozen(needed, workers, outstanding):
+    def look(needed, *others):
         looked.extend(needed)
         return []
 
-    monkeypatch.setattr(supervisor.ranks, "frozen", frozen)
+    monkeypatch.setattr(supervisor.ranks, "look", look)
     assert supervisor._unresponsive() == [] and looked == [busy, actor]
+
+
+def test_stacks_are_written_once_per_silence(monkeypatch):
+    """Native code may hold Python's lock for longer than the time-out, many times over."""
+    worker, looks, state = replace(handle(0), heartbeat="w"), [], ["running"]
+    heartbeats = SimpleNamespace(clock=100.0, heard={"w": Heard(Beat(9, Progress()), 100.0, 100.0)})
+
+    def collect(workers, outstanding):
+        looks.append(heartbeats.clock)
+        stacks = "" if state[0] == "stopped by a signal" else "a stack"
+        return {"workers": [{"stacks": stacks, "state": state[0]}]}
+
+    monkeypatch.setattr(rank_watch, "collect", collect)
+    monkeypatch.setattr(rank_watch, "write_stacks", lambda workers, dump: "stacks.txt")
+    monkeypatch.setattr(rank_watch, "diagnose", lambda found: [Diagnosis("", state[0], 0)])
+    watch = rank_watch.RankWatch(heartbeats, 45.0)
+
+    def frozen_at(clock):
+        heartbeats.clock = clock
+        return [one.workers for one in watch.look([worker], [worker], [], 3600.0)]
+
+    assert frozen_at(140.0) == [] and looks == []
+    assert [frozen_at(clock) for clock in (146.0, 192.0, 238.0)] == [[], [], []]
+    assert looks == [146.0], "the worker answered, and its process runs"
+    state[0] = "stopped by a signal"
+    assert frozen_at(284.0) == [[worker]] and looks == [146.0, 284.0]
+
+
+@pytest.mark.parametrize("method", ["update", "finished"])
+def test_what_is_said_of_calls_without_progress(monkeypatch, method):
+    """A call as a whole; of samples that are drawn in the background, each engine."""
+    monkeypatch.setattr(rank_watch, "collect", lambda workers, outstanding: {})
+    monkeypatch.setattr(rank_watch, "write_stacks", lambda workers, dump: "stacks.txt")
+    worker, said = replace(handle(0), heartbeat="w", role="w"), []
+    heard = Heard(Beat(9, Progress(method, pending=3)), 1000.0, 950.0, 950.0, 0.5)
+    watch = rank_watch.RankWatch(SimpleNamespace(clock=1000.0, heard={"w": heard}), 45.0)
+    watch.warn = said.append
+    call = supervise.Future(None, "w", method, {"ref": worker}, list)
+    call.started -= 500.0
+    watch.finished(supervise.Future(None, "w", method, {}, list))
+
+    def look():
+        return list(watch.look([], [worker], [call], 3600.0))
+
+    assert look() == [] == look()
+    heard.moved = heard.stepped = 999.0
+    assert look() == []
+    what = "call is ended" if method == "update" else "engine is replaced"
+    assert said == [
+        f"w.{method}: no progress of rank 0 for 50 s. Rank 0 (process 4711 on node 10.0.0.2): "
+        f"{method}, 3 unfinished requests. Stacks of all processes: stacks.txt. The {what} after "
+        "180 s without progress",
+        ("w.update" if method == "update" else "w rank 0") + " makes progress again",
+    ]
+    heard.moved = heard.stepped = 700.0
+    (found,) = look()
+    assert (found.workers, found.kind, found.call) == ([worker], STUCK, None)
+    assert found.why == said[0].replace("for 50 s", "for 300 s").partition(". The ")[0]
 
 
 DUMP = """loss 0.5

@@ -8,8 +8,10 @@ import pytest
 
 from tests.controller.conftest import within
 from verlite import progress
+from verlite.control import limits
+from verlite.control.watch import Beat
 from verlite.controller import heartbeat
-from verlite.controller.heartbeat import Beat, Receiver, Sender, in_collective, pack, unpack
+from verlite.controller.heartbeat import Receiver, Sender, in_collective, pack, unpack
 from verlite.progress import Progress
 
 
@@ -54,36 +56,6 @@ def test_an_old_datagram_does_not_keep_a_worker_alive(receiver):
     assert (heard.beat.number, heard.heard < 90.0, heard.moved < 90.0) == (2, True, True)
 
 
-def test_heartbeats_without_another_position_are_no_progress(receiver):
-    target = receiver.target("actor", 0)
-    receiver.receive(pack(target, Beat(1, Progress("update", 1, 5))))
-    receiver.clock += 100.0
-    receiver.receive(pack(target, Beat(2, Progress("update", 1, 5), samples=8)))
-    heard = receiver.heard[target.name]
-    assert heard.heard > 90.0 and heard.moved < 90.0
-    receiver.receive(pack(target, Beat(3, Progress("update", 1, 6))))
-    assert heard.moved > 90.0
-
-
-def test_the_steps_of_an_engine_are_seen_between_short_calls(receiver):
-    """Each call changes the position, and is no progress of the engine."""
-    target = receiver.target("rollout", 0)
-
-    def beat(number, after_s, pending, steps):
-        receiver.clock += after_s
-        at = Progress("finished", number, pending=pending, steps=steps)
-        receiver.receive(pack(target, Beat(number, at)))
-        heard = receiver.heard[target.name]
-        return receiver.clock - heard.stepped, heard.pause_s
-
-    assert beat(1, 0.0, pending=0, steps=0) == (0.0, None)
-    assert beat(2, 50.0, pending=3, steps=0) == (0.0, None), "it had nothing to do"
-    assert beat(3, 40.0, pending=3, steps=0) == (40.0, None)
-    assert beat(4, 2.0, pending=3, steps=7) == (0.0, 42.0)
-    assert beat(5, 9.0, pending=3, steps=8) == (0.0, 42.0), "the longest"
-    assert beat(6, 2.0, pending=3, steps=8) == (2.0, 42.0)
-
-
 def test_two_processes_of_one_rank_have_two_names(receiver):
     assert receiver.target("rollout", 0).name != receiver.target("rollout", 0).name
 
@@ -99,8 +71,8 @@ def test_the_receivers_clock_does_not_run_while_it_is_suspended(receiver, monkey
 
 
 def test_a_sender_is_heard_without_any_call(receiver, here, monkeypatch):
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.1)
-    monkeypatch.setattr(heartbeat, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(limits, "BEAT_S", 0.1)
+    monkeypatch.setattr(limits, "SAMPLE_S", 0.05)
     sender = Sender(receiver.target("actor", 0))
     name = sender.target.name
     assert within(60, lambda: name in receiver.heard)

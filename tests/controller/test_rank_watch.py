@@ -10,9 +10,9 @@ import pytest
 
 from tests.controller.conftest import alive, pids, within
 from tests.controller.workers import Echo, Light
-from verlite.controller.failures import RankDied, StuckError, WorkerError
+from verlite.controller.failures import StuckError, WorkerError
 from verlite.controller.placement import reserve
-from verlite.controller.worker_group import group, ready, spawn, submit
+from verlite.controller.worker_group import group, ready, spawn
 
 pytestmark = pytest.mark.process
 PRELOAD = ["tests.controller.workers", "torch.distributed"]
@@ -23,7 +23,7 @@ TIMEOUT_S = 4.0
 def watched(fresh):
     """The cluster with a short time-out. `said` has the warnings."""
     fresh.said = []
-    fresh.supervisor.ranks.timeout_s = TIMEOUT_S
+    fresh.supervisor.ranks.watch.timeout_s = TIMEOUT_S
     fresh.supervisor.ranks.warn = fresh.said.append
     return fresh
 
@@ -77,25 +77,6 @@ def test_a_deadlock_is_named_and_ended_with_the_rank_that_did_not_enter(watched)
     assert "in all_reduce_late" in stacks_in(said)
 
 
-def test_a_hung_rank_without_collectives_ends_as_if_it_had_died(watched):
-    light = workers(watched, Light)
-    light.sleep(0.0)
-    call = submit(light.sleep, 1000.0)
-    with pytest.raises(WorkerError, match="failed in sleep .no progress.") as caught:
-        call.result()
-    assert caught.value.exception_type is None
-    assert "no progress of ranks 0-1" in str(caught.value)
-
-
-def test_an_engine_that_hangs_in_its_first_call_can_be_started_again(watched):
-    """The limit of a first call is the run's."""
-    light = workers(watched, Light)
-    watched.supervisor.call_timeout_s = 2 * TIMEOUT_S
-    watched.supervisor.restartable.add("w")
-    with pytest.raises(RankDied, match="failed in sleep .no progress."):
-        light.sleep(1000.0)
-
-
 def test_no_false_alarm(watched):
     """A call twenty times longer than before, and native code that lets no thread run."""
     light = workers(watched, Light)
@@ -116,4 +97,4 @@ def test_a_slow_rank_is_named_once_and_goes_on(watched):
         echo.all_reduce_late(1, 2.5)
     (said,) = watched.said
     assert said.startswith("w rank 1 is a straggler: in the last 3 calls of all_reduce_late")
-    assert 1.0 < watched.supervisor.ranks.stragglers.take("w") < 20.0
+    assert 1.0 < watched.supervisor.ranks.watch.stragglers.take("w") < 20.0

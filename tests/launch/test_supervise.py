@@ -11,124 +11,27 @@ import sys
 import tempfile
 import termios
 import time
-from dataclasses import replace
 
 import pytest
 
 from tests.controller.conftest import within
 from verlite import threads
 from verlite.control import exit_codes
+from verlite.control.restarts import Attempt, Restarts
 from verlite.controller import supervisor_file
 from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.launch import supervise
-from verlite.launch.supervise import Attempt, Budget, private_folder, read_attempt, shell_code
+from verlite.launch.supervise import private_folder, read_attempt
 from verlite.trainer.errors import ServiceMissing, exit_code
 
 LOST = exit_codes.LOST
-
-
-@pytest.mark.parametrize(
-    "attempt, expected",
-    [
-        (Attempt(0), False),
-        (Attempt(2), False),
-        (Attempt(130), False),
-        (Attempt(1, "run", "a bug"), False),
-        (Attempt(1, "run"), True),  # native code ended the process
-        (Attempt(1), False),
-        (Attempt(75), True),
-        (Attempt(76, "run", "lost"), True),
-        (Attempt(-signal.SIGKILL), True),
-        (Attempt(-signal.SIGTERM), True),
-        (Attempt(-signal.SIGPIPE), False),
-        (Attempt(75, no_restart="trainer.max_runtime=1h is over"), False),
-    ],
-)
-def test_which_endings_lead_to_a_restart(attempt, expected):
-    assert attempt.may_succeed is expected
-
-
-def refusals(budget, *attempts):
-    return [budget.refusal(attempt) for attempt in attempts]
-
-
-def test_failures_at_one_step_are_a_crash_loop():
-    budget = Budget(max_restarts=10, same_step=3)
-    lost = Attempt(LOST, "run", "lost", step=5, saved=4)
-    first = refusals(budget, lost, lost, lost)
-    assert first == [None, None, "3 attempts in a row failed after step 5"]
-
-
-def test_a_new_checkpoint_renews_the_budget_and_another_step_alone_does_not():
-    budget = Budget(max_restarts=3, same_step=3)
-    steps = [(5, 4), (7, 4), (5, 4), (8, 8), (9, 8), (10, 8), (9, 8)]
-    found = refusals(budget, *(Attempt(LOST, "run", "", step, saved) for step, saved in steps))
-    assert found[:-1] == [None] * 6
-    assert found[-1] == "3 restarts brought no new checkpoint; the last ended after step 9"
-
-
-def test_without_checkpoints_a_later_step_renews_the_budget():
-    budget = Budget(max_restarts=1, same_step=3)
-    found = refusals(budget, *(Attempt(LOST, "run", "", step) for step in (1, 2, 3, 2)))
-    assert found[:3] == [None] * 3 and found[3]
-
-
-def test_a_missing_cluster_is_a_failure_but_no_crash_at_a_step():
-    budget = Budget(max_restarts=4, same_step=2)
-    lost = Attempt(LOST, "run", "lost", step=5, saved=4)
-    missing = Attempt(2, "run", "no cluster", 5, 4, error_type="NoCluster")
-    assert missing.misses_cluster and not missing.may_succeed
-    assert not Attempt(2, "run", "no key", error_type="RunRefused").misses_cluster
-    assert refusals(budget, lost, missing, missing, missing) == [None] * 4
-    assert budget.pause_s == 40
-    assert refusals(budget, missing) == [
-        "4 restarts brought no new checkpoint; the last ended after step 5"
-    ]
 
 
 @pytest.mark.parametrize("error", [NoCluster, ResourcesMissing, ServiceMissing])
 def test_what_a_run_waits_for_is_missing(error):
     assert exit_code(error("away")) == exit_codes.REFUSED
     assert Attempt(2, "run", "away", error_type=error.__name__).misses_cluster
-
-
-LOST_NODE = Attempt(LOST, "run", "lost", 5, 4)
-MISSING = Attempt(2, "run", "away", 5, 4, error_type="ResourcesMissing")
-
-
-@pytest.mark.parametrize(
-    "attempts, code",
-    [
-        ([LOST_NODE, MISSING, MISSING, Attempt(0)], 0),
-        ([LOST_NODE, MISSING, Attempt(75, "run", "", 5, 4), MISSING, Attempt(0)], 0),
-        ([LOST_NODE, Attempt(-9, "run", "", 5, 4), MISSING, Attempt(0)], 0),
-        ([LOST_NODE, Attempt(-9, "run", "", 7, 6), replace(MISSING, step=7, saved=6)], 2),
-        ([LOST_NODE, Attempt(1, "run", "a bug", 5, 4)], 1),
-        ([LOST_NODE, Attempt(2, "run", "no key", 5, 4, error_type="RunRefused")], 2),
-        ([LOST_NODE, Attempt(130)], 130),
-        ([MISSING], 2),
-    ],
-)
-def test_a_lost_node_is_awaited_until_the_run_makes_progress(attempts, code, monkeypatch, tmp_path):
-    monkeypatch.setattr(supervise, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(supervise, "AFTER_STOP_S", 0.0)
-    supervisor = supervise.CommandSupervisor([], Budget(9, 5), lambda text: None)
-    left = list(attempts)
-    monkeypatch.setattr(supervisor, "_attempt", lambda report: left.pop(0))
-    assert supervisor._run(tmp_path / "report.json") == code
-    assert left == []
-
-
-def test_pauses_grow_with_failures_and_stops_cost_none():
-    budget = Budget(max_restarts=99, same_step=0)
-    assert budget.refusal(Attempt(75)) is None
-    assert budget.pause_s == supervise.AFTER_STOP_S
-    pauses = []
-    for _ in range(8):
-        budget.refusal(Attempt(LOST))
-        pauses.append(budget.pause_s)
-    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
 
 
 def test_an_attempt_is_read_from_the_run_directory(tmp_path):
@@ -148,10 +51,12 @@ def test_an_attempt_is_read_from_the_run_directory(tmp_path):
     error["exit_code"] = LOST
     (tmp_path / supervisor_file.ERROR_FILE).write_text(json.dumps(error))
     assert read_attempt(1, report, started=99.0).code == LOST, "native code ended the process"
-    assert read_attempt(-9, report, started=99.0).code == -9
+    killed = read_attempt(-9, report, started=99.0)
+    assert (killed.code, killed.signal) == (137, "SIGKILL")
+    other = read_attempt(-40, report, started=99.0)
+    assert (other.code, other.signal) == (168, "signal 40")
     (tmp_path / supervisor_file.ERROR_FILE).write_text("[1")
     assert read_attempt(-9, report, started=99.0).ending == "was ended by SIGKILL"
-    assert shell_code(-9) == 137
 
 
 def test_steps_of_an_earlier_run_are_no_progress_of_an_attempt(tmp_path):
@@ -160,10 +65,11 @@ def test_steps_of_an_earlier_run_are_no_progress_of_an_attempt(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     report = supervisor_file.Report(str(tmp_path))
     early = read_attempt(LOST, report, started=200.0, since=time.time() + 9)
-    assert early.step is None and not Budget(9, 3).has_progress(early)
+    assert early.step is None
     assert read_attempt(LOST, report, started=101.5, since=time.time() + 9).step == 50
-    refused = refusals(Budget(max_restarts=9, same_step=3), early, early, early)
-    assert refused == [None, None, "3 attempts in a row failed before the first step"]
+    restarts = Restarts(max_restarts=9, same_step=3)
+    why = [restarts.ended(early).why for _ in range(3)][-1]
+    assert why.endswith("3 attempts in a row failed before the first step")
     (tmp_path / "global_step_2").mkdir()
     (tmp_path / "global_step_2" / "manifest.json").write_text("{}")
     resumed = read_attempt(LOST, report, started=200.0, since=1.0)
@@ -227,9 +133,10 @@ else:
 
 SUPERVISE = """
 import sys
+from verlite.control import limits
 from verlite.launch import supervise
-supervise.FIRST_PAUSE_S = supervise.AFTER_STOP_S = 0.1
-supervise.FROZEN_S, supervise.FROZEN_END_S = 0.4, 1.0
+limits.FIRST_PAUSE_S = limits.AFTER_STOP_S = 0.1
+limits.FROZEN_S, limits.FROZEN_END_S = 0.4, 1.0
 code = supervise.supervise(sys.argv[2:], 5, int(sys.argv[1]), lambda text: print("say", text))
 sys.exit(code)
 """
@@ -280,14 +187,9 @@ def start(tmp_path):
 def test_restarts_of_real_commands(start):
     cases = {
         "76,kill,75,0": (0, 4, "restart 3 of 5"),
-        "76,2": (2, 2, "restart 1 of 5 without a new checkpoint, in"),
-        "saved,saved,0": (0, 3, "restart 1 of 5 since checkpoint 2, in"),
         "76,76,saved,0": (0, 4, "restart 1 of 5 since checkpoint 3, in"),
         "76,missing,missing,0": (0, 4, "ended with exit code 2 (only 1 of 2 devices)"),
-        "missing": (2, 1, ""),
-        "1": (1, 1, ""),
         "final": (75, 1, "no restart: trainer.max_runtime=1h is over"),
-        "76": (1, 3, "No restart: 3 attempts in a row failed before the first step"),
     }
     running = {plan: start(plan) for plan in cases}
     for plan, (code, attempts, text) in cases.items():

@@ -1,13 +1,28 @@
 """Mutants of verlite.control: decisions that are wrong once in a while, which simulation finds."""
 
+from dataclasses import replace
+
 from tests.mutants import Mutant
-from tests.mutants.patches import calls, constant, result, returns
+from tests.mutants.patches import (
+    argument,
+    attribute,
+    calls,
+    constant,
+    does_nothing,
+    result,
+    returns,
+)
 
 MACHINE = "verlite.control.machine:Machine."
 LIMITS = "verlite.control.limits:"
 PATIENCE = "verlite.control.patience:"
 MACHINES = ("tests/control/test_machine.py",)
 SIMULATION = ("tests/control/test_simulation.py::test_no_rule_is_broken",)
+RESTARTS = "verlite.control.restarts:Restarts."
+WATCH = "verlite.control.watch:"
+CAUSES = "verlite.control.causes:"
+WATCHES = ("tests/control/test_watch.py",)
+WATCHED = ("tests/control/test_watch_simulation.py::test_no_rule_is_broken",)
 FLOW = "verlite.control.flow:Flow."
 FLOWS = ("tests/control/test_flow_simulation.py::test_no_rule_is_broken",)
 
@@ -46,6 +61,57 @@ def _skips(original, self, event, now):
 def _last_code(original, self, event, now):
     self.code = None
     return original(self, event, now)
+
+
+def _without_limit(original, self, event, now):
+    commands = original(self, event, now)
+    self.patience.leave(float("inf"), now)
+    return commands
+
+
+def _never_when_resumed(original, self, event, now):
+    return [] if self.resumed else original(self, event, now)
+
+
+def _exports(original, self, event, now):
+    self.policy = replace(self.policy, val_only=False) if self.step else self.policy
+    return original(self, event, now)
+
+
+def _forgets_the_loss(original, self, attempt):
+    self.lost = False
+    return original(self, attempt)
+
+
+def _waits_for_anything(original, self, attempt):
+    self.lost = True
+    return original(self, attempt)
+
+
+def _believes_old_beats(original, self, beat, clock):
+    original(self, replace(beat, number=self.beat.number + 1), clock)
+
+
+def _always_moves(original, self, beat, clock):
+    original(self, beat, clock)
+    self.moved = self.heard
+
+
+def _last_first(original, causes, roles):
+    dead = original(causes, roles)
+    causes.sort(key=lambda cause: cause.when)
+    return dead
+
+
+def _forgets_others(original, self, causes, roles):
+    before = list(self.dead)
+    more = original(self, causes, roles)
+    self.dead[:] = before
+    return more and []
+
+
+def _nobody(dead):
+    return []
 
 
 def _counts_twice(original, self, name, now):
@@ -247,7 +313,87 @@ MUTANTS = [
     Mutant(
         "nothing limits the time after the exit code is decided",
         MACHINE + "_ended",
-        result(lambda commands: []),
+        calls(_without_limit),
+        SIMULATION,
+    ),
+    Mutant(
+        "a step that another rank's stop prevents counts as taken (SFT, DPO)",
+        MACHINE + "_stopped_elsewhere",
+        returns([]),
+        SIMULATION,
+    ),
+    Mutant(
+        "samples that kill every engine are tried by each restart of the command",
+        MACHINE + "_no_restart",
+        result(lambda fail: replace(fail, may_pass=True)),
+        SIMULATION,
+    ),
+    Mutant(
+        "an engine that cannot be started is used",
+        MACHINE + "_restart_failed",
+        returns([]),
+        SIMULATION,
+    ),
+    Mutant(
+        "val_only does not validate a run that resumes",
+        MACHINE + "_started",
+        calls(_never_when_resumed),
+        SIMULATION,
+    ),
+    Mutant("val_only exports the model", MACHINE + "_loop_ends", calls(_exports), SIMULATION),
+    Mutant("a crash loop has no end", RESTARTS + "_refusal", returns(""), SIMULATION),
+    Mutant(
+        "progress does not renew the budget of restarts",
+        RESTARTS + "_has_progress",
+        returns(False),
+        SIMULATION,
+    ),
+    Mutant(
+        "a later step without a checkpoint renews the budget",
+        RESTARTS + "ended",
+        argument("attempt", lambda attempt: replace(attempt, saved=attempt.step)),
+        SIMULATION,
+    ),
+    Mutant(
+        "attempts that do not find their cluster are a crash loop",
+        RESTARTS + "_count",
+        argument("attempt", attribute("error_type", lambda kind: "")),
+        SIMULATION,
+    ),
+    Mutant(
+        "a lost node that stays away ends the restarts",
+        RESTARTS + "_may_succeed",
+        calls(_forgets_the_loss),
+        SIMULATION,
+    ),
+    Mutant(
+        "what is away is awaited although nothing was lost",
+        RESTARTS + "_may_succeed",
+        calls(_waits_for_anything),
+        SIMULATION,
+    ),
+    Mutant(
+        "the command is started again although its wall time is over",
+        RESTARTS + "ended",
+        argument("attempt", lambda attempt: replace(attempt, no_restart="")),
+        SIMULATION,
+    ),
+    Mutant(
+        "the command is started again after a signal to the supervisor",
+        RESTARTS + "ended",
+        argument("asked", lambda asked: ""),
+        SIMULATION,
+    ),
+    Mutant(
+        "a command that resumes after a signal to the supervisor is called failed",
+        RESTARTS + "code_when_asked",
+        calls(lambda original, self, attempt, asked: attempt.code),
+        SIMULATION,
+    ),
+    Mutant(
+        "the pause before a restart does not grow",
+        RESTARTS + "_pause_s",
+        returns(5.0),
         SIMULATION,
     ),
     Mutant(
@@ -275,6 +421,99 @@ MUTANTS = [
         MACHINES,
     ),
     Mutant("failed saves never end a run", MACHINE + "_save_failed", returns([]), SIMULATION),
+    Mutant(
+        "a rank that waits for a working one is stuck",
+        WATCH + "still_ranks",
+        calls(lambda original, ranks, limit_s: [r for r in ranks if r.still_s > limit_s]),
+        WATCHED,
+    ),
+    Mutant(
+        "limits do not follow earlier calls",
+        WATCH + "end_limit",
+        argument("longest_pause_s", lambda pause: None),
+        WATCHED,
+    ),
+    Mutant(
+        "the run's limit does not hold",
+        WATCH + "end_limit",
+        argument("run_limit_s", lambda limit: 1e9),
+        WATCHED,
+    ),
+    Mutant(
+        "a rank that waits for tools or rewards is stuck",
+        WATCH + "is_judged",
+        returns(True),
+        WATCHED,
+    ),
+    Mutant("a frozen process is not noticed", WATCH + "Watch.silent", returns({}), WATCHED),
+    Mutant(
+        "a datagram that comes late or twice shows that a frozen process lives",
+        WATCH + "Heard.hear",
+        calls(_believes_old_beats),
+        WATCHED,
+    ),
+    Mutant(
+        "each heartbeat is progress",
+        WATCH + "Heard.hear",
+        calls(_always_moves),
+        WATCHED,
+    ),
+    Mutant(
+        "what followed from a failure is reported in its place",
+        CAUSES + "Failures.wait_s",
+        returns(None),
+        WATCHED,
+    ),
+    Mutant(
+        "the first failure that is known counts, not the cause of the others",
+        CAUSES + "dead_workers",
+        calls(_last_first),
+        WATCHED,
+    ),
+    Mutant("a dead engine ends the run", CAUSES + "dead_workers", result(_nobody), WATCHED),
+    Mutant(
+        "the death of any worker is taken for that of an engine",
+        CAUSES + "can_restart",
+        calls(lambda original, cause, roles: cause.ended),
+        WATCHED,
+    ),
+    Mutant(
+        "an engine that dies while others are started again is forgotten",
+        CAUSES + "Settling.more",
+        calls(_forgets_others),
+        WATCHED,
+    ),
+    Mutant(
+        "an engine that hangs in its first call ends the run",
+        WATCH + "Watch.look_now",
+        does_nothing,
+        WATCHED,
+    ),
+    Mutant(
+        "ranks in a collective are named as those that others wait for",
+        WATCH + "not_entered",
+        calls(lambda original, ranks, method: [r.rank for r in ranks if r.in_collective]),
+        WATCHES,
+    ),
+    Mutant(
+        "a rank that waits for a slow one is as slow",
+        WATCH + "own_work",
+        argument("heard", lambda heard: None),
+        WATCHES,
+    ),
+    Mutant("a straggler is named at every call", LIMITS + "SLOW_CALLS", constant(1), WATCHES),
+    Mutant(
+        "every look at a silent worker writes stacks",
+        WATCH + "Watch.have_signed",
+        returns(False),
+        WATCHES,
+    ),
+    Mutant(
+        "a new engine is judged by the pauses of the old one",
+        WATCH + "Watch.restarted",
+        does_nothing,
+        WATCHES,
+    ),
     Mutant(
         "prompts that were running are lost on resume (NeMo-RL 3599)",
         FLOW + "state_dict",

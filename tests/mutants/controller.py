@@ -27,8 +27,6 @@ ENDING = "tests/trainer/test_ending.py"
 ROWS = "tests/controller/test_dispatch.py"
 WORKERS = "tests/controller/test_workers.py"
 GPUS = "tests/controller/test_gpus.py"
-LIVENESS = "verlite.controller.liveness:"
-LIVE = ("tests/controller/test_liveness.py",)
 
 
 def _in_worker_order(original, results, data):
@@ -121,52 +119,10 @@ MUTANTS = [
         (WORKERS,),
     ),
     Mutant(
-        "the death of any worker is taken for that of an engine",
-        SUPERVISE + "_can_restart",
-        calls(lambda original, self, cause: cause.ended),
-        ("tests/controller/test_failures.py",),
-    ),
-    Mutant(
         "workers of a stuck run are left running",
         SUPERVISE + "stop_all",
         calls(lambda original, self: self.outstanding.clear()),
         (WORKERS,),
-    ),
-    Mutant(
-        "a rank that waits for a working one is stuck",
-        LIVENESS + "still_ranks",
-        calls(lambda original, ranks, limit_s: [r for r in ranks if r.still_s > limit_s]),
-        LIVE,
-    ),
-    Mutant(
-        "limits do not follow earlier calls",
-        LIVENESS + "end_limit",
-        argument("longest_pause_s", lambda pause: None),
-        LIVE,
-    ),
-    Mutant(
-        "a rank that waits for tools or rewards is stuck",
-        LIVENESS + "is_judged",
-        returns(True),
-        LIVE,
-    ),
-    Mutant(
-        "ranks in a collective are named as those that others wait for",
-        LIVENESS + "not_entered",
-        calls(lambda original, ranks, method: [r.rank for r in ranks if r.in_collective]),
-        LIVE,
-    ),
-    Mutant(
-        "a rank that waits for a slow one is as slow",
-        LIVENESS + "own_work",
-        argument("heard", lambda heard: None),
-        LIVE,
-    ),
-    Mutant(
-        "a straggler is named at every call",
-        LIVENESS + "SLOW_CALLS",
-        constant(1),
-        LIVE,
     ),
     Mutant(
         "heartbeats of other processes are believed",
@@ -335,17 +291,5 @@ MUTANTS = [
         FAILURES + "SIGTERM_LINE",
         constant("no such line"),
         ("tests/controller/test_failures.py",),
-    ),
-    Mutant(
-        "every look at a silent worker writes stacks",
-        "verlite.controller.rank_watch:RankWatch._still_answers",
-        returns(False),
-        LIVE,
-    ),
-    Mutant(
-        "a new engine is judged by the pauses of the old one",
-        "verlite.controller.rank_watch:RankWatch.restarted",
-        does_nothing,
-        LIVE,
     ),
 ]

@@ -170,7 +170,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Watched:
-    """Time has passed since a stop was requested."""
+    """Time has passed since a stop was requested, or the exit code decided."""
 
 
 @dataclass(frozen=True)
@@ -296,10 +296,8 @@ class SaveLimited:
 
 
 @dataclass(frozen=True)
-class LeaveWithin:
-    """End the process if it still lives then."""
-
-    seconds: float
+class Decided:
+    """This event has decided the exit code."""
 
 
 @dataclass(frozen=True)
@@ -315,5 +313,5 @@ class EndProcess:
 Command = (
     BeginStep | EndLoop | Validate | Save | Export | Exit | Fail | GiveUp | EndEngines | Restart
     | CheckHealth | Resample | Say | Warn | Interrupt | WallTimeOver | NotSaved | SaveLimited
-    | LeaveWithin | EndProcess
+    | Decided | EndProcess
 )  # fmt: skip

@@ -4,7 +4,7 @@ Settings of the user (trainer.stop_grace_s, outage_wait_s) are in `policy.Policy
 """
 
 WATCH_S = 0.2
-"""How often `Watched` comes once a stop was requested."""
+"""How often `Watched` comes once a stop was requested or the exit code is decided."""
 REPEAT_S = 1.0
 """A second signal within this time is the first one again: `timeout`, for example, sends it to the
 process and then to its group."""
@@ -33,3 +33,42 @@ SHORTEST_WAIT_S = 0.001
 MAX_RESAMPLES = 3
 """Generations of the same samples after the first one, each after an outage. A health check that
 passes does not guarantee success."""
+
+AFTER_STOP_S = 1.0
+"""Pause before `verlite supervise` starts a command again that was stopped."""
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+"""Pause before a restart after a failure: the first, and the limit of its doubling."""
+LOOK_S = 0.2
+"""How often `verlite supervise` looks at its command."""
+FROZEN_S = 15.0
+"""A command that SIGSTOP has stopped for so long is reported."""
+FROZEN_END_S = 60.0
+"""A command that SIGSTOP has stopped for so long is killed."""
+
+POLL_S = 0.2
+"""Longest single wait inside Ray. Python handles signals between waits."""
+GRACE_S = 3.0
+"""How long to wait for the first cause after a failure that may be a consequence of another."""
+BEAT_S = 2.0
+"""Time between two heartbeats of a worker."""
+SAMPLE_S = 0.25
+"""How often a worker looks whether it waits in a collective."""
+CHECK_EVERY_S = 1.0
+"""How often heartbeats are compared with the calls that the driver waits for."""
+LATE_S = 3 * BEAT_S
+"""A rank whose heartbeats are later than this may be frozen, so other ranks may be waiting for it:
+nothing is said about them yet."""
+HEARTBEAT_TIMEOUT_S = 45.0
+"""`trainer.heartbeat_timeout_s` of a cluster that is started without a configuration."""
+END_FACTOR = 4
+"""A call without progress is named after `trainer.heartbeat_timeout_s`, and ended after that many
+times as long at the earliest: a file system or a network may pause for a minute."""
+ADAPTIVE_FACTOR = 10
+"""A call without progress is ended after that many times the longest pause of its earlier calls."""
+SLOW_RATIO = 1.5
+SLOW_S = 1.0
+"""A rank is slow if its work takes SLOW_RATIO times as long as the median of the others, and at
+least SLOW_S seconds longer."""
+SLOW_CALLS = 3
+"""A straggler is the slow rank of that many calls of a method in a row."""

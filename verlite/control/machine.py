@@ -371,4 +371,5 @@ class Machine:
         if self.code is not None:
             return []
         self.code = self.exit_code if event.code is None else event.code
-        return [e.LeaveWithin(limits.END_S if event.code is None else limits.LEAVE_S)]
+        self.patience.leave(limits.END_S if event.code is None else limits.LEAVE_S, now)
+        return [e.Decided()]

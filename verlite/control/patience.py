@@ -52,14 +52,27 @@ class Patience:
     signals: int = 0
     _last: float = -inf
     _idle_since: float = 0.0
-    """When the run last had something to save, or when the stop was requested."""
+    """When the run last had something to save, when the stop was requested, or when the exit code
+    was decided."""
     _limit_s: float = 0.0
+    """How long it may live since then; 0: no limit."""
     _give_up_at: float | None = None
 
     def begin(self, name: str, now: float) -> None:
         """Start to wait, unless that has begun."""
         if self.first is None:
-            self.first, self._idle_since, self._limit_s = name, now, limits.END_S
+            self.first = name
+            if not self._limit_s:
+                self.leave(limits.END_S, now)
+
+    def leave(self, limit_s: float, now: float) -> None:
+        """Let the process live for so many seconds."""
+        self._idle_since, self._limit_s = now, limit_s
+
+    @property
+    def waits(self) -> bool:
+        """Whether a stop was requested or the exit code is decided: time then matters."""
+        return self._limit_s > 0.0
 
     def signal(self, name: str, now: float) -> bool:
         """Count a signal. Returns whether it counts."""
@@ -81,17 +94,19 @@ class Patience:
             saves: whether the run has to save before it ends.
             decided: whether the exit code is decided.
         """
-        if self.first is None:
+        if not self.waits:
             return None
         if signal is not None and (self.signals > 2 or (self.signals == 2 and not saves)):
             count = "a second" if self.signals == 2 else "a third"
             return f"{count} signal, {signal}, ended the process at once"
         if saves:
-            self._idle_since, self._limit_s = now, limits.LEAVE_S
+            self.leave(limits.LEAVE_S, now)
             return self._look_at_save(signal, now, grace_s)
-        if not decided and now - self._idle_since > self._limit_s:
-            return f"it did not end within {self._limit_s:g} s, so it was ended without cleaning up"
-        return None
+        if now - self._idle_since <= self._limit_s:
+            return None
+        if decided:
+            return f"cleaning up took longer than {self._limit_s:g} s, so the process was ended"
+        return f"it did not end within {self._limit_s:g} s, so it was ended without cleaning up"
 
     def _look_at_save(
         self, signal: str | None, now: float, grace_s: float

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verlite.control import limits
 from verlite.controller import guardian, head, leftovers, node, ray_internals, ray_node
 from verlite.controller.failures import RayLost
 from verlite.controller.heartbeat import Receiver
 from verlite.controller.node_watch import FROZEN_POLLS, Daemon, DaemonWatch
-from verlite.controller.rank_watch import HEARTBEAT_TIMEOUT_S, RankWatch
+from verlite.controller.rank_watch import RankWatch
 from verlite.controller.ray_internals import set_environment
 from verlite.controller.supervise import Supervisor
 from verlite.threads import cores
@@ -172,7 +173,7 @@ def connect(
     num_cpus: int | None = None,
     slots: int = 1,
     call_timeout_s: float = 3600.0,
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    heartbeat_timeout_s: float = limits.HEARTBEAT_TIMEOUT_S,
     debugger: str = "",
     stops_at_failures: bool = False,
     temp_dir: str | None = None,

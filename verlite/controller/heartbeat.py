@@ -1,7 +1,7 @@
 """Heartbeats: every worker tells the driver where it is, without taking part in Ray's calls.
 
 A thread of each worker sends a datagram with its position (`verlite.progress`) every few seconds.
-A thread of the driver receives them. `controller.liveness` decides what they mean. A lost datagram
+A thread of the driver receives them. `control.watch` decides what they mean. A lost datagram
 costs nothing, and a worker never waits for the driver.
 
 Each datagram has a keyed hash. The key is new for each run, so another process cannot speak for a
@@ -22,12 +22,10 @@ from types import FrameType
 from typing import Any
 
 from verlite import progress
+from verlite.control import limits
+from verlite.control.watch import Beat, Heard
 from verlite.progress import Progress
 
-EVERY_S = 2.0
-"""Time between two heartbeats."""
-SAMPLE_S = 0.25
-"""How often a worker looks whether it waits in a collective."""
 HASH_BYTES = 32
 MAX_BYTES = 4096
 COLLECTIVES = (
@@ -52,25 +50,6 @@ class Target:
     address: tuple[str, int]
     name: str
     key: bytes = dataclasses.field(repr=False)
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What one heartbeat says.
-
-    Attributes:
-        number: counts the worker's heartbeats.
-        at: the worker's position.
-        samples: how often the worker has looked, in this call, whether it waits in a collective.
-        waits: how often it did.
-        in_collective: whether it does now.
-    """
-
-    number: int
-    at: Progress
-    samples: int = 0
-    waits: int = 0
-    in_collective: bool = False
 
 
 def pack(target: Target, beat: Beat) -> bytes:
@@ -119,10 +98,10 @@ class Sender:
                 pass
 
     def _run(self) -> None:
-        looks = round(EVERY_S / SAMPLE_S)
+        looks = round(limits.BEAT_S / limits.SAMPLE_S)
         while True:
             for _ in range(looks):
-                time.sleep(SAMPLE_S)
+                time.sleep(limits.SAMPLE_S)
                 with self._lock:
                     self._sample()
             self.send()
@@ -148,26 +127,6 @@ def in_collective(frame: FrameType | None) -> bool:
     return False
 
 
-@dataclass
-class Heard:
-    """What the driver has heard of one worker's process.
-
-    Attributes:
-        beat: its last heartbeat.
-        heard: the receiver's time of that.
-        moved: the receiver's time when its position last changed.
-        stepped: the receiver's time when its generation engine last made a step, or had nothing
-            to do.
-        pause_s: longest time between two steps so far; None before the first.
-    """
-
-    beat: Beat
-    heard: float
-    moved: float
-    stepped: float = 0.0
-    pause_s: float | None = None
-
-
 class Receiver:
     """A thread of the driver that receives heartbeats until `stop`.
 
@@ -181,7 +140,7 @@ class Receiver:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((host, 0))
-        self._socket.settimeout(SAMPLE_S)
+        self._socket.settimeout(limits.SAMPLE_S)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.clock = 0.0
         self.heard: dict[str, Heard] = {}
@@ -206,7 +165,7 @@ class Receiver:
             except OSError:  # a time-out, or ICMP's answer to another datagram
                 pass
             now = time.monotonic()
-            self.clock += min(now - last, 2 * SAMPLE_S)
+            self.clock += min(now - last, 2 * limits.SAMPLE_S)
             last = now
             if datagram:
                 self.receive(datagram)
@@ -218,15 +177,7 @@ class Receiver:
         if found is None:
             return
         name, beat = found
-        known = self.heard.get(name)
-        if known is None:
+        if name in self.heard:
+            self.heard[name].hear(beat, self.clock)
+        else:
             self.heard[name] = Heard(beat, self.clock, self.clock, self.clock)
-        elif beat.number > known.beat.number:
-            before = known.beat.at
-            if beat.at != before:
-                known.moved = self.clock
-            if beat.at.steps != before.steps:
-                known.pause_s = max(known.pause_s or 0.0, self.clock - known.stepped)
-            if beat.at.steps != before.steps or not before.pending:
-                known.stepped = self.clock
-            known.beat, known.heard = beat, self.clock

@@ -35,7 +35,7 @@ LAST_WORDS_S = 2.0
 CHECKPOINT_S = 1.0
 """How long a message waits for the disk to find the last checkpoint."""
 WAKE = b"\0"
-"""What wakes the thread that receives the numbers of signals, once a stop was requested."""
+"""What wakes the thread that receives the numbers of signals, once time matters."""
 
 
 class Screen(Protocol):
@@ -107,7 +107,6 @@ class Stop:
         self._lost: Exception | None = None
         self._pid = os.getpid()
         self._handlers_before: dict[int, Any] = {}
-        self._timer: threading.Timer | None = None
         self._turn = threading.RLock()
         self._late: deque[events.Event] = deque()
         self._is_handling = False
@@ -145,7 +144,7 @@ class Stop:
             if self._is_handling:  # in a signal's handler, which has interrupted the machine
                 self._late.append(event)
                 return []
-            requested = self.machine.requested
+            requested, waits = self.machine.requested, self.machine.patience.waits
             self._is_handling = True
             try:
                 commands = self.machine.handle(event, time.monotonic())
@@ -155,8 +154,8 @@ class Stop:
                 commands += self._decide(self._late.popleft())
         if self.machine.requested != requested:
             self.interrupted_at = self.where()
-            if self._wakeup is not None:
-                self._wakeup.send(WAKE)
+        if self.machine.patience.waits != waits and self._wakeup is not None:
+            self._wakeup.send(WAKE)
         return commands
 
     def _obey(self, command: events.Command) -> bool:
@@ -175,18 +174,15 @@ class Stop:
             case events.NotSaved(another):
                 grace = f"{self.machine.policy.stop_grace_s:g}"
                 more = f"; another signal gives it {grace} s more" if another else ""
-                self._say(
+                text = (
                     f"{self.requested}: not saved within trainer.stop_grace_s={grace}, "
                     f"{self.where()}. The run still saves and then ends{more}. "
                     f"{self.last_checkpoint()}"
                 )
+                within(LAST_WORDS_S, lambda: self._say(text))
             case events.SaveLimited():
-                self._say(f"a second signal: the save has {self.machine.policy.stop_grace_s:g} s")
-            case events.LeaveWithin(seconds):
-                if not self.embedded:
-                    self._timer = threading.Timer(seconds, self._leave, [seconds])
-                    self._timer.daemon = True
-                    self._timer.start()
+                grace = f"{self.machine.policy.stop_grace_s:g}"
+                within(LAST_WORDS_S, lambda: self._say(f"a second signal: the save has {grace} s"))
             case events.EndProcess():
                 self._end(command)
             case _:
@@ -228,8 +224,6 @@ class Stop:
         commands = self._decide(events.Ended(code))
         decided = self.exit_code
         if commands:
-            for command in commands:
-                self._obey(command)
             if say is not None:
                 within(LAST_WORDS_S, say)
             self.on_end(decided)
@@ -268,8 +262,6 @@ class Stop:
                 signal.set_wakeup_fd(-1)
                 self._wakeup.close()
                 self._wakeup = None
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -290,7 +282,7 @@ class Stop:
     def _watch(self) -> None:
         """Tell the machine of signals and of time, in a thread of its own."""
         while True:
-            waits = None if self.machine.patience.first is None else limits.WATCH_S
+            waits = limits.WATCH_S if self.machine.patience.waits else None
             readable, _, _ = select.select([self._received], [], [], waits)
             data = self._received.recv(64) if readable else b""
             if readable and not data:  # `__exit__` has closed the other end
@@ -316,10 +308,6 @@ class Stop:
                 self.on_end(command.code)
 
         _exit_within(LAST_WORDS_S, command.code, last_words)
-
-    def _leave(self, limit_s: float) -> None:
-        text = f"(cleaning up took longer than {limit_s:g} s, so the process was ended)"
-        _exit_within(LAST_WORDS_S, self.exit_code, lambda: self._say(text))
 
     def _forget_in_child(self) -> None:
         if self._pid != os.getpid() and signal.getsignal(signal.SIGTERM) == self._handle:

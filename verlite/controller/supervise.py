@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
+from verlite.control import limits
+from verlite.control.causes import Failures, Settling, dead_workers
 from verlite.controller.failures import (
-    FROZEN,
     NODE_LOST,
-    STUCK,
     Cause,
     RankDied,
     RayLost,
@@ -34,11 +34,6 @@ from verlite.controller.worker_handle import WorkerHandle, diagnose, kill_proces
 
 T = TypeVar("T")
 
-POLL_S = 0.2
-"""Longest single wait inside Ray. Python handles signals between waits."""
-GRACE_S = 3.0
-"""How long to wait for the root cause after a failure that may be a consequence of another."""
-
 
 @dataclass(eq=False)
 class Future(Generic[T]):
@@ -54,7 +49,7 @@ class Future(Generic[T]):
         started: time of the call, from time.monotonic().
         answered: {rank: (its worker, seconds until its answer)}.
         pause_s: longest time without progress that has been seen so far.
-        is_named: whether the user has been told that it makes no progress.
+        named: see `control.watch.Call`.
     """
 
     supervisor: "Supervisor"
@@ -68,7 +63,7 @@ class Future(Generic[T]):
     started: float = field(default_factory=time.monotonic)
     answered: dict[int, tuple[WorkerHandle, float]] = field(default_factory=dict)
     pause_s: float = 0.0
-    is_named: bool = False
+    named: set[str] = field(default_factory=set)
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for all ranks and return the assembled result.
@@ -154,13 +149,13 @@ class Supervisor:
             self._raise_if_ray_lost()
             self._raise_if_node_lost()
             try:
-                self.poll(POLL_S)
+                self.poll(limits.POLL_S)
             except KeyboardInterrupt:
                 if self.stopped_by is None:
                     raise
                 self._raise_first([self.stopped_by])
             if self.failure is None and self.ranks.exceeds(future, timeout_s):
-                self.ranks.look_now()  # a rank that is stuck on its own may be restartable
+                self.ranks.watch.look_now()  # a rank stuck on its own may be restartable
                 self.poll(0.0)
                 if future.pending:
                     self._raise_stuck(future, timeout_s)
@@ -175,20 +170,16 @@ class Supervisor:
         Raises:
             WorkerError: on the first failure.
         """
-        causes = self._collect(timeout_s)
-        if not causes or self.failure is not None:
-            return
-        deadline = time.monotonic() + GRACE_S
-        while (
-            all(cause.is_consequence for cause in causes)
-            and self.outstanding
-            and time.monotonic() < deadline
-        ):
-            causes += self._collect(POLL_S)
-        causes += self._collect(0.0)
-        if all(cause.is_consequence for cause in causes):
-            causes += self._dead_workers()
-        self._raise_first(causes)
+        failures = Failures()
+        wait_s: float | None = timeout_s
+        while wait_s is not None:
+            failures.causes += self._collect(wait_s)
+            if not failures.causes or self.failure is not None:
+                return
+            wait_s = failures.wait_s(bool(self.outstanding), time.monotonic())
+        if failures.are_unexplained:
+            failures.causes += self._dead_workers()
+        self._raise_first(failures.causes)
 
     def raise_if_worker_died(self) -> None:
         """Raise WorkerError if a worker has died between two calls."""
@@ -213,34 +204,32 @@ class Supervisor:
             WorkerError, StuckError: another worker failed, or a call exceeded the run's limit.
             RayLost, NodeLost: a process of Ray here, or a node, is lost.
         """
-        found = list(dict.fromkeys(dead))
-        self._kill(found)
-        ends_by = time.monotonic() + GRACE_S  # calls that wait for workers killed here fail by then
+        settling = Settling(list(dict.fromkeys(dead)))
+        self._kill(settling.dead)
+        settling.begin(time.monotonic())
         while self.outstanding:
             self.before_poll()
             self._raise_if_ray_lost()
             self._raise_if_node_lost()
-            late = [] if time.monotonic() < ends_by else self._late()
+            late = self._late() if settling.may_be_stuck(time.monotonic()) else []
             if late:
-                self.ranks.look_now()
-            causes = self._collect(0.0 if late else POLL_S)
+                self.ranks.watch.look_now()
+            causes = self._collect(0.0 if late else limits.POLL_S)
             if any(future.pending for future in late):
-                causes += [one for one in self._dead_workers() if one.worker not in found]
+                causes += [c for c in self._dead_workers() if c.worker not in settling.dead]
                 causes += self._collect(0.0)
-            if not all(self._can_restart(c) or c.is_consequence for c in causes):
+            more = settling.more(causes, self.restartable)
+            if more is None:
                 self._raise_first(causes)
-            dead = list(dict.fromkeys(c.worker for c in causes if self._can_restart(c)))
-            more = [worker for worker in dead if worker not in found]
             if more:
                 self._kill(more)
-                found += more
-                ends_by = time.monotonic() + GRACE_S
+                settling.begin(time.monotonic())
                 continue
             for future in late:
                 if future.pending:
                     self._raise_stuck(future, self.call_timeout_s)
-        self.workers = [worker for worker in self.workers if worker not in found]
-        return found
+        self.workers = [worker for worker in self.workers if worker not in settling.dead]
+        return settling.dead
 
     def _late(self) -> list[Future[Any]]:
         """Return the calls that exceed the run's limit."""
@@ -313,23 +302,17 @@ class Supervisor:
         Raises:
             StuckError: ranks that meet in collectives make no progress.
         """
-        if not self.ranks.is_due():
+        if not self.ranks.watch.is_due(time.monotonic()):
             return []
         busy = {worker for future in self.outstanding for worker in future.pending.values()}
         needed = [one for one in self.workers if one in busy or one.role not in self.restartable]
-        frozen = self.ranks.frozen(needed, self.workers, self.outstanding)
-        found = {one.worker: one.why for one in frozen}
-        causes = [
-            unresponsive(worker, self._drop(worker), FROZEN, why) for worker, why in found.items()
-        ]
-        for future in self.outstanding:
-            still = self.ranks.still(future, self.workers, self.outstanding, self.call_timeout_s)
-            if still is None:
-                continue
-            if still.in_group:
-                self._raise_stuck(future, still.limit_s, still.why)
-            for worker in still.workers:
-                causes.append(unresponsive(worker, self._drop(worker), STUCK, still.why))
+        causes = []
+        limit_s = self.call_timeout_s
+        for one in self.ranks.look(needed, self.workers, self.outstanding, limit_s):
+            if one.call is not None:
+                self._raise_stuck(one.call, one.limit_s, one.why)
+            for worker in one.workers:
+                causes.append(unresponsive(worker, self._drop(worker), one.kind, one.why))
         return causes
 
     def _drop(self, worker: WorkerHandle) -> str:
@@ -349,28 +332,23 @@ class Supervisor:
             return []
         asked = {worker.actor.process_info.remote(): worker for worker in self.workers}
         causes = []
-        for ref in ray.wait(list(asked), num_returns=len(asked), timeout=GRACE_S)[0]:
+        for ref in ray.wait(list(asked), num_returns=len(asked), timeout=limits.GRACE_S)[0]:
             try:
                 ray.get(ref)
             except ray.exceptions.RayError as error:
                 causes.append(cause_of_ray_error(asked[ref], "no call", error))
         return causes
 
-    def _can_restart(self, cause: Cause) -> bool:
-        return cause.ended and cause.worker.role in self.restartable
-
     def _raise_first(self, causes: list[Cause]) -> NoReturn:
         """Raise the root cause. Stop all workers, unless it is a death of a restartable role's."""
         self._raise_if_ray_lost()  # workers end with their raylet
-        causes.sort(key=lambda cause: cause.order)
+        dead = dead_workers(causes, self.restartable)
         first = causes[0]
         info = process_infos([first.worker])[0]
         diagnosis = diagnose([first.worker])[0]
         error = worker_error(causes, diagnosis, info.oom_kills if info else None)
-        if error.kind != NODE_LOST and self._can_restart(first):
-            others = [one for one in causes if not self._can_restart(one)]
-            if all(one.is_consequence for one in others):
-                raise RankDied(error, [one.worker for one in causes if one not in others])
+        if dead and error.kind != NODE_LOST:
+            raise RankDied(error, dead)
         self.failure = error
         try:
             exception = pickle.loads(first.pickled) if first.pickled is not None else None

@@ -1,0 +1,415 @@
+"""What heartbeats mean: a frozen process, a call without progress, a slow rank."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from verlite.control import limits
+from verlite.progress import Progress
+
+NOT_JUDGED = ("construction", "load", "save", "export_hf", "fetch_weights")
+"""Calls to which only the run's limit (`trainer.phase_timeout_s`) applies. The first four read or
+write large files, and storage may pause for many minutes. The last one waits for the trainer, whose
+call is judged."""
+IN_BACKGROUND = "finished"
+"""The call that asks for samples that were drawn in the background. It is short, so the steps of
+each engine count in its place."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one heartbeat says.
+
+    Attributes:
+        number: counts the worker's heartbeats.
+        at: the worker's position.
+        samples: how often the worker has looked, in this call, whether it waits in a collective.
+        waits: how often it did.
+        in_collective: whether it does now.
+    """
+
+    number: int
+    at: Progress
+    samples: int = 0
+    waits: int = 0
+    in_collective: bool = False
+
+
+@dataclass
+class Heard:
+    """What the driver has heard of one worker's process.
+
+    Attributes:
+        beat: its last heartbeat.
+        heard: the receiver's time of that.
+        moved: the receiver's time when its position last changed.
+        stepped: the receiver's time when its generation engine last made a step, or had nothing
+            to do.
+        pause_s: longest time between two steps so far; None before the first.
+        signed: the receiver's time when it last answered a signal.
+    """
+
+    beat: Beat
+    heard: float
+    moved: float
+    stepped: float = 0.0
+    pause_s: float | None = None
+    signed: float = -1
+
+    def hear(self, beat: Beat, clock: float) -> None:
+        """Note a heartbeat. Old ones are ignored."""
+        if beat.number <= self.beat.number:
+            return
+        before = self.beat.at
+        if beat.at != before:
+            self.moved = clock
+        if beat.at.steps != before.steps:
+            self.pause_s = max(self.pause_s or 0.0, clock - self.stepped)
+        if beat.at.steps != before.steps or not before.pending:
+            self.stepped = clock
+        self.beat, self.heard = beat, clock
+
+
+class Heartbeats(Protocol):
+    """What has been heard of each process, and the receiver's time."""
+
+    clock: float
+    heard: dict[str, Heard]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is known of one rank that has not answered a call.
+
+    Attributes:
+        process: name of its process in heartbeats.
+        silent_s: seconds since its last heartbeat; None if none has ever arrived.
+        still_s: seconds since it made progress, or since the call was made.
+        at: its position; None if no heartbeat has ever arrived.
+        in_collective: whether its last heartbeat came from inside a collective.
+    """
+
+    rank: int
+    process: str
+    silent_s: float | None
+    still_s: float
+    at: Progress | None
+    in_collective: bool = False
+
+
+class Call(Protocol):
+    """A call that ranks have not answered.
+
+    Attributes:
+        pause_s: longest time without progress that has been seen so far.
+        named: contains "" once the user has been told that the call makes no progress.
+    """
+
+    role: str
+    method: str
+    pause_s: float
+    named: set[str]
+
+
+@dataclass(frozen=True)
+class Still:
+    """Ranks without progress, of which the user is told.
+
+    Attributes:
+        ranks: those that make none.
+        over: those of them that are ended now.
+        limit_s: after how many seconds without progress they are ended.
+        in_group: whether they meet in collectives, so that one of them may have stopped all.
+    """
+
+    ranks: list[Rank]
+    over: list[Rank]
+    limit_s: float
+    in_group: bool
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Ranks of which the user was told make progress again."""
+
+    ranks: list[Rank]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that has just become a straggler. work: {rank: seconds}."""
+
+    rank: int
+    work: dict[int, float]
+
+
+class Watch:
+    """Decides what heartbeats mean.
+
+    Args:
+        heartbeats: None: there are none, and only the run's limit on calls applies.
+        timeout_s: a process without heartbeats for this time is looked at, and a call without
+            progress is named.
+    """
+
+    def __init__(self, heartbeats: Heartbeats | None, timeout_s: float) -> None:
+        self.heartbeats = heartbeats
+        self.timeout_s = timeout_s
+        self.stragglers = Stragglers()
+        self._pauses: dict[tuple[str, str], float] = {}
+        self._named: set[str] = set()  # processes whose background sampling was named
+        self._checked = 0.0
+
+    @property
+    def clock(self) -> float:
+        return 0.0 if self.heartbeats is None else self.heartbeats.clock
+
+    def heard(self, process: str) -> Heard | None:
+        return None if self.heartbeats is None else self.heartbeats.heard.get(process)
+
+    def is_due(self, now: float) -> bool:
+        """Return True at most once per CHECK_EVERY_S, and never without heartbeats."""
+        if self.heartbeats is None or now - self._checked < limits.CHECK_EVERY_S:
+            return False
+        self._checked = now
+        return True
+
+    def look_now(self) -> None:
+        """Let `is_due` return True the next time."""
+        self._checked = 0.0
+
+    def silent(self, processes: Iterable[str]) -> dict[str, float]:
+        """Return {process: seconds since its last heartbeat} of those that must be looked at."""
+        found = {}
+        for process in processes:
+            heard = self.heard(process)
+            if heard and self.clock - max(heard.heard, heard.signed) > self.timeout_s:
+                found[process] = self.clock - heard.heard
+        return found
+
+    def have_signed(self, processes: Iterable[str]) -> bool:
+        """Whether these processes have answered a signal since their last heartbeats. They run as
+        long as none is stopped: native code may hold Python's lock."""
+        return all((one := self.heard(name)) and one.signed >= one.heard for name in processes)
+
+    def sign(self, process: str, clock: float) -> None:
+        """Note that a process has answered a signal."""
+        if heard := self.heard(process):
+            heard.signed = clock
+
+    def facts(self, rank: int, process: str, elapsed_s: float) -> Rank:
+        """Return the facts about a rank. elapsed_s: seconds since the call was made."""
+        heard, clock = self.heard(process), self.clock
+        if heard is None:
+            return Rank(rank, process, None, elapsed_s, None)
+        still_s = min(elapsed_s, clock - heard.moved)
+        silent_s = clock - heard.heard
+        return Rank(rank, process, silent_s, still_s, heard.beat.at, heard.beat.in_collective)
+
+    def look(self, call: Call, ranks: Sequence[Rank], run_s: float) -> list[Still | Moves]:
+        """Return what to say about the ranks that have not answered a call, and which are ended.
+
+        Args:
+            run_s: `trainer.phase_timeout_s`.
+        """
+        if call.method == IN_BACKGROUND:
+            found = [self._look_at_engine(rank, run_s) for rank in ranks]
+            return [one for one in found if one is not None]
+        judged = [rank for rank in ranks if is_judged(rank, call.method)]
+        in_group = meet(ranks)
+        if in_group and len(judged) < len(ranks):
+            return []
+        longest = min if in_group else max
+        call.pause_s = max(call.pause_s, longest((one.still_s for one in judged), default=0.0))
+        limit_s = end_limit(run_s, self.timeout_s, self._pauses.get((call.role, call.method)))
+        verdict = self._judge(judged, limit_s, in_group, call.named, "")
+        return [] if verdict is None else [verdict]
+
+    def _look_at_engine(self, rank: Rank, run_s: float) -> Still | Moves | None:
+        """An engine with requests makes no progress since its last step."""
+        heard = self.heard(rank.process)
+        if heard and heard.beat.at.pending:
+            rank = replace(rank, still_s=max(rank.still_s, self.clock - heard.stepped))
+        limit_s = end_limit(run_s, self.timeout_s, heard.pause_s if heard else None)
+        return self._judge([rank], limit_s, False, self._named, rank.process)
+
+    def _judge(
+        self, ranks: list[Rank], limit_s: float, in_group: bool, named: set[str], name: str
+    ) -> Still | Moves | None:
+        still = still_ranks(ranks, self.timeout_s)
+        if not still:
+            if name not in named:
+                return None
+            named.discard(name)
+            return Moves(ranks)
+        over = still_ranks(ranks, limit_s)
+        if not over:
+            # Others may be waiting for a rank that is frozen: nothing is said yet.
+            is_late = any((rank.silent_s or 0.0) > limits.LATE_S for rank in still)
+            if name in named or is_late:
+                return None
+            named.add(name)
+        return Still(still, over, limit_s, in_group)
+
+    def finished(self, call: Call, answered: Mapping[int, tuple[str, float]]) -> Slow | None:
+        """Note a finished call: its longest pause, and how long each rank worked. Return the rank
+        that has just become a straggler.
+
+        Args:
+            answered: {rank: (its process, seconds until its answer)}.
+        """
+        if self.heartbeats is None or call.method == "construction":
+            return None
+        key = (call.role, call.method)
+        self._pauses[key] = max(self._pauses.get(key, 0.0), call.pause_s)
+        work = {
+            rank: own_work(seconds, self.heard(name)) for rank, (name, seconds) in answered.items()
+        }
+        rank = self.stragglers.add(*key, work)
+        return None if rank is None else Slow(rank, work)
+
+    def restarted(self, role: str) -> None:
+        """Forget how long calls of a role have paused: a new process does everything for the first
+        time."""
+        self._pauses = {key: pause for key, pause in self._pauses.items() if key[0] != role}
+
+
+def meet(ranks: Sequence[Rank]) -> bool:
+    """Whether ranks wait for each other in collectives."""
+    return any(rank.at is not None and rank.at.in_group for rank in ranks)
+
+
+def is_judged(rank: Rank, method: str) -> bool:
+    """Return whether a rank that makes no progress must be doing something wrong.
+
+    Not if it waits for something that has its own time limit, such as tools or rewards, or for the
+    disk, and not without heartbeats.
+    """
+    if rank.at is None or method in NOT_JUDGED:
+        return False
+    return not rank.at.waits_for and rank.at.requests != 0
+
+
+def still_ranks(ranks: Sequence[Rank], limit_s: float) -> list[Rank]:
+    """Return the ranks that have made no progress for longer than the limit.
+
+    Ranks that meet in collectives wait for each other, so as long as one of them makes progress,
+    none of them is still.
+    """
+    still = [rank for rank in ranks if rank.still_s > limit_s]
+    return [] if meet(ranks) and len(still) < len(ranks) else still
+
+
+def end_limit(run_limit_s: float, timeout_s: float, longest_pause_s: float | None) -> float:
+    """Return after how many seconds without progress a call is ended.
+
+    Args:
+        run_limit_s: `trainer.phase_timeout_s`, which applies to a method's first call.
+        timeout_s: `trainer.heartbeat_timeout_s`.
+        longest_pause_s: longest time without progress in the method's earlier calls; None at the
+            first.
+    """
+    if longest_pause_s is None:
+        return run_limit_s
+    return min(
+        run_limit_s, max(limits.END_FACTOR * timeout_s, limits.ADAPTIVE_FACTOR * longest_pause_s)
+    )
+
+
+def not_entered(ranks: Sequence[Rank], method: str) -> list[int]:
+    """Return the ranks for which the others wait; [] if that is unknown.
+
+    They are those that have not begun the call; else those that are not in a collective while
+    others are; else those that have passed the fewest turns of their loops.
+    """
+    known = [rank for rank in ranks if rank.at is not None]
+    for behind in (
+        {rank.rank for rank in known if rank.at and rank.at.call != method},
+        {rank.rank for rank in known if not rank.in_collective},
+        fewest_turns(known),
+    ):
+        if 0 < len(behind) < len(known):
+            return sorted(behind)
+    return []
+
+
+def fewest_turns(ranks: Sequence[Rank]) -> set[int]:
+    """Return the ranks that have passed the fewest turns of their loops."""
+    turns = {rank.rank: rank.at.ticks for rank in ranks if rank.at}
+    return {rank for rank, ticks in turns.items() if ticks == min(turns.values())}
+
+
+def position(at: Progress | None) -> str:
+    """Return a position as text: "update, mini-batch 1 of 4, micro-batch 2 of 8"."""
+    if at is None:
+        return "no heartbeat has arrived from it"
+    count = at.pending or None if at.requests is None else at.requests
+    requests = "" if count is None else f"{count} unfinished requests"
+    waits = f"waits for {at.waits_for}" if at.waits_for else ""
+    parts = [at.call or "between two calls", at.part, at.turn, requests, waits]
+    return ", ".join(part for part in parts if part)
+
+
+def slow_rank(work: Mapping[int, float]) -> tuple[int, float] | None:
+    """Return (rank, seconds more than the median of the others) of the slow rank of a call.
+
+    Args:
+        work: {rank: seconds of its own work, without waiting for other ranks}.
+    """
+    if len(work) < 2:
+        return None
+    slowest = max(work, key=lambda rank: work[rank])
+    others = statistics.median(seconds for rank, seconds in work.items() if rank != slowest)
+    more_s = work[slowest] - others
+    is_slow = work[slowest] > limits.SLOW_RATIO * others and more_s > limits.SLOW_S
+    return (slowest, more_s) if is_slow else None
+
+
+def own_work(seconds: float, heard: Heard | None) -> float:
+    """Return the seconds of a call in which a rank did not wait in collectives.
+
+    Args:
+        seconds: from the call to the rank's answer.
+        heard: of the rank, after the call.
+    """
+    if heard is None or not heard.beat.samples:
+        return seconds
+    return seconds * (1 - heard.beat.waits / heard.beat.samples)
+
+
+@dataclass
+class Stragglers:
+    """Finds ranks that are slow in one call after another.
+
+    Attributes:
+        seconds: {role: the most seconds by which a slow rank exceeded the others} since `take`.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _in_a_row: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+    _named: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, role: str, method: str, work: Mapping[int, float]) -> int | None:
+        """Note a finished call. Return the rank that has just become a straggler, else None.
+
+        A rank is named once, and again only after a call in which it was not slow.
+        """
+        key = (role, method)
+        found = slow_rank(work)
+        if found is None:
+            self._in_a_row[key].clear()
+            self._named.pop(key, None)
+            return None
+        rank, more_s = found
+        self.seconds[role] = max(self.seconds.get(role, 0.0), more_s)
+        self._in_a_row[key] = [*self._in_a_row[key], rank][-limits.SLOW_CALLS :]
+        if self._in_a_row[key] != [rank] * limits.SLOW_CALLS or self._named.get(key) == rank:
+            return None
+        self._named[key] = rank
+        return rank
+
+    def take(self, role: str) -> float:
+        """Return the seconds of a role, 0 if no rank was slow, and start anew."""
+        return self.seconds.pop(role, 0.0)
