@@ -95,6 +95,15 @@ class Plain(Dataset):
         }
 
 
+class Prefixed(RLHFDataset):
+    """Changes the messages of a finished row, which has no token ids in verl's newest version."""
+
+    def __getitem__(self, item):
+        row = super().__getitem__(item)
+        row["raw_prompt"] = [{"role": "user", "content": "now "}, *row["raw_prompt"]]
+        return row
+
+
 class OtherTokens(RLHFDataset):
     def __getitem__(self, item):
         row = super().__getitem__(item)
@@ -170,6 +179,10 @@ def test_a_subclass_that_changes_messages() -> None:
     data = dataset("Hinted")
     assert texts(data) == [f"{i}+{i}=?" for i in range(5)]
     assert data.row(3).ground_truth == "6" and data.row(3).extra_info["index"] == 3
+
+
+def test_a_subclass_that_changes_the_messages_of_a_finished_row() -> None:
+    assert texts(dataset("Prefixed")) == [f"now {i}+{i}=" for i in range(5)]
 
 
 def test_a_subclass_that_filters_and_maps() -> None:

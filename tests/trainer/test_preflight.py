@@ -219,6 +219,15 @@ FAILURES: dict[tuple[str, str], Failure] = {
     ),
     (RL, "trainable model"): Failure("", f"{ACTOR}model.path=", gemma("model")),
     **both("trainable model", "", "(gemma2) cannot be trained", gemma("model")),
+    (RL, "adapters"): Failure(
+        f"{ACTOR}model.lora_rank=8 {ACTOR}model.target_modules=[nope]",
+        "actor_rollout_ref.model.target_modules=['nope'] cannot be adapted",
+    ),
+    **both(
+        "adapters",
+        "model.lora_rank=8 model.target_modules=[nope]",
+        "model.target_modules=['nope'] cannot be adapted",
+    ),
     (RL, "trainable critic"): Failure(
         "algorithm.adv_estimator=gae critic.model.path=critic critic.ppo_mini_batch_size=8 "
         "critic.ppo_micro_batch_size_per_gpu=4",

@@ -74,6 +74,15 @@ def _refuse(options: Row) -> None:
         raise ValueError(f"verlite's rows in place of datasets' have no argument {others[0]}")
 
 
+class MadeIds(list[int]):
+    """Token ids of a row's messages. `made` is a copy, which shows whether a class has changed the
+    ids or, as with verl's own newest one, the messages only."""
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        super().__init__(ids)
+        self.made = list(self)
+
+
 class RLHFDataset(Dataset[Row]):
     """Rows of parquet, json and jsonl files, with verl's attributes and fields.
 
@@ -161,7 +170,7 @@ class RLHFDataset(Dataset[Row]):
         encoded = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         row["raw_prompt"] = messages
-        row["raw_prompt_ids"] = ids[0].tolist()
+        row["raw_prompt_ids"] = MadeIds(ids[0].tolist())
         kept: Any = "left" if self.truncation == "error" else self.truncation
         pad = self.tokenizer.pad_token_id or 0
         ids, mask = postprocess_data(ids, mask, self.max_prompt_length, pad, True, kept)

@@ -45,7 +45,7 @@ from verlite.rollout.servers import fit
 from verlite.rollout.servers.fit import Needs, NoServer
 from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.spec.roles import ReferenceServiceSpec
-from verlite.trainer.common_checks import compare_small_copy, tokenizer_of
+from verlite.trainer.common_checks import compare_small_copy, fit_adapters, tokenizer_of
 from verlite.trainer.disk import disk_warning
 from verlite.trainer.errors import RunRefused, ServiceMissing
 from verlite.trainer.preflight import Preflight
@@ -253,10 +253,12 @@ def positions(found: Preflight) -> None:
 
 
 def trainable_critic(found: Preflight) -> None:
-    """Compare a small copy of the critic with transformers. Raises RunRefused."""
+    """Compare a small copy of the critic with transformers, and fit its adapters. Raises
+    RunRefused."""
     if "critic" in found.plan.roles:
         critic = model_spec(found.config.critic.model, path=found.plan.critic_model_path)
         compare_small_copy(found, critic, "critic.", "value")
+        fit_adapters(critic, "critic.", "value")
 
 
 def agent_program(found: Preflight) -> None:

@@ -102,6 +102,22 @@ def compare_small_copy(found: Preflight, model: ModelSpec, section: str, kind: s
         found.findings.warnings.append(f"{section}{unproven}")
 
 
+def adapters(found: Preflight) -> None:
+    """Look for the layers that LoRA adapts in the model, as workers do when they load it."""
+    fit_adapters(model_spec(found.model), found.section, "lm")
+
+
+def fit_adapters(model: ModelSpec, section: str, kind: str) -> None:
+    """Refuse adapters that do not fit the model. Nothing of its weights is read."""
+    if not model.trains_adapters:
+        return
+    from verlite.engine import lora
+    from verlite.engine.model import load_skeleton
+
+    with reading(model, section):
+        lora.add(load_skeleton(model, kind), model)
+
+
 def position(found: Preflight) -> None:
     """Continue the order of the rows from the checkpoint, if all rows are known, and check which
     of the drawn ones are not trained yet."""

@@ -84,6 +84,7 @@ CHECKS = (
         uses=("reference service", "model configuration"),
     ),
     Check("trainable model", _COMMON + "trainable_model", LIBRARIES, needs=(MODEL,)),
+    Check("adapters", _COMMON + "adapters", LIBRARIES, needs=(MODEL,), uses=("trainable model",)),
     Check("trainable critic", _RL + "trainable_critic", LIBRARIES, (RL,), needs=(MODEL,)),
     Check("environment", _RL + "environment", LIBRARIES, (RL,), needs=(CODE,), uses=("tokenizer",)),
     Check(
