@@ -3,8 +3,19 @@
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
-from verlite.sizing.modes import compared, fastest_split, has_own_engines, settings_of, table_rows
+from tests.sizing import clusters
+from tests.sizing.conftest import config_folder
+from verlite.cli import app
+from verlite.sizing.modes import (
+    compared,
+    fastest_split,
+    has_own_engines,
+    settings_of,
+    split_sentence,
+    table_rows,
+)
 from verlite.sizing.simulation import Costs, Sample, Turn
 
 GRPO = (
@@ -60,3 +71,46 @@ def test_the_fastest_split_balances_engines_and_trainer(planned, nodes):
     assert (trained.engines, trained.trainer_devices) == (2 * nodes, 6 * nodes)
     rows = compared(twenty, COSTS, plan, own, 4)
     assert (rows[0].settings.engines, rows[0].settings.trainer_devices) == (8 * nodes, 8 * nodes)
+
+
+def test_plan_says_which_split_is_fastest(planned):
+    config, plan = planned("tiny", *GRPO, *APART)
+    own = replace(settings_of(config, plan), partial_rollout=False)
+    # 24 / 3 engines of two devices = 8 s, 10 / 2 = 5 s; with 2 engines 12 s.
+    text = split_sentence(twenty, COSTS, plan, own)
+    assert text == (
+        "A step of async, max_age 3, depth 1 takes 8.00 s with 3 engines and 2 devices that train, "
+        "the fastest split."
+    )
+    worse = replace(own, engines=1, trainer_devices=6)
+    assert split_sentence(twenty, COSTS, plan, worse) == (
+        "A step of async, max_age 3, depth 1 takes 24.0 s with 1 engine and 6 devices that train; "
+        "8.00 s with 3 engines and 2 devices that train, the fastest split."
+    )
+
+
+def test_plan_prints_it_for_asynchronous_training(tmp_path):
+    line = [
+        *("plan", "--no-memory", "--devices", "8xH100-80GB"),
+        f"actor_rollout_ref.model.path={config_folder(tmp_path / 'model', 'tiny')}",
+        "data.train_files=absent.parquet",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.rollout.name=vllm",
+        "trainer.n_gpus_per_node=8",
+        *GRPO,
+    ]
+    sync = CliRunner().invoke(app, line)
+    assert sync.exit_code == 0 and "devices that train" not in sync.output, sync.output
+    text = CliRunner().invoke(app, [*line, *APART]).output
+    assert "A step of async, max_age 3, depth 1 takes " in text
+    assert "It is simulated, by roofline: training passes reach 35% of the peak FLOP/s" in text
+    assert "responses of p50=128 p99=512 tokens. verlite simulate shows more." in text
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_the_page_of_clusters_is_current(gpus):
+    """To update it: python -m tests.sizing.clusters. The larger ones follow from the same code."""
+    page = clusters.PAGE.read_text(encoding="utf-8")
+    for line in clusters.lines(gpus):
+        assert f"{line}\n" in page
+    assert all(page.count(f"\n| {size:,} | ") == len(clusters.SHOWN) for size in clusters.PROMPTS)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verlite.config.schema import Config
     from verlite.sizing.devices import Devices
     from verlite.sizing.facts import ModelFacts
+    from verlite.sizing.tables import RunModels
     from verlite.trainer.preflight import Findings
 
 
@@ -190,8 +191,26 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
         return
     terminal.print(model_table(loaded.config, made, models))
     terminal.print(facts_table("weight sync", sync_bytes(made, models.policy).lines()))
+    if loaded.config.trainer.mode == "async":
+        _show_split(loaded.config, made, chosen, models)
     if memory:
         _show_memory(loaded.config, made, chosen, models.policy, cache)
+
+
+def _show_split(config: "Config", made: "Plan", devices: "Devices", models: "RunModels") -> None:
+    """Print how long a step takes with the engines' and the trainer's devices, by simulation."""
+    from verlite.sizing.modes import settings_of, split_sentence
+    from verlite.sizing.roofline import ASSUMED, PEAKS, roofline_costs
+    from verlite.sizing.workload import assumed_samples
+    from verlite.terminal import console
+
+    if devices.name not in PEAKS:
+        return
+    drawn = assumed_samples(config, made)
+    costs = roofline_costs(config, made, devices, models, round(drawn.mean_tokens()))
+    split = split_sentence(drawn.workload(), costs, made, settings_of(config, made))
+    text = f"{split} It is simulated, by {ASSUMED}; {drawn}. verlite simulate shows more.\n"
+    console().print(text, soft_wrap=True, highlight=False)
 
 
 def _show_memory(

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verlite.config.load import Loaded
     from verlite.config.plan import Plan
     from verlite.sizing.simulation import Costs, Simulated
+    from verlite.sizing.workload import Drawn
 
 Seconds = float | None
 
@@ -149,27 +150,21 @@ def _planned(
     _show(found, costs, source, str(drawn), None, as_json)
 
 
-def _drawn(loaded: "Loaded", plan: "Plan", given: GivenSamples) -> Any:
-    from verlite.sizing.workload import Drawn, Quantiles, parse_quantiles
+def _drawn(loaded: "Loaded", plan: "Plan", given: GivenSamples) -> "Drawn":
+    from verlite.sizing.workload import assumed_samples, parse_quantiles
 
-    data = loaded.config.data
-    longest = data.max_response_length
-    lengths = Quantiles(((0.5, longest / 4), (0.99, float(longest))))
+    drawn = assumed_samples(loaded.config, plan)
     if given.response_length is not None:
         lengths = parse_quantiles(given.response_length, "--response-length")
-    latency = None
+        drawn = replace(drawn, response=lengths)
+    if given.prompt_length is not None:
+        drawn = replace(drawn, prompt=given.prompt_length)
     if given.tool_latency is not None:
         latency = parse_quantiles(given.tool_latency, "--tool-latency")
-    calls = given.tool_calls
-    return Drawn(
-        samples=plan.samples_per_prompt,
-        prompt=given.prompt_length or max(1, data.max_prompt_length // 2),
-        response=lengths,
-        longest=plan.longest_response,
-        calls=int(latency is not None) if calls is None else calls,
-        tool_s=latency,
-        observation=data.max_obs_length if plan.max_turns else 0,
-    )
+        drawn = replace(drawn, calls=1, tool_s=latency)
+    if given.tool_calls is not None:
+        drawn = replace(drawn, calls=given.tool_calls)
+    return drawn
 
 
 def _recorded(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from verlite.config.plan import Plan, steps_ahead
 from verlite.config.schema import Config
 from verlite.sizing.simulation import Costs, Settings, Simulated, Workload, simulate
-from verlite.sizing.words import grid
+from verlite.sizing.words import count, grid
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,6 +93,20 @@ def fastest_split(workload: Workload, costs: Costs, plan: Plan, settings: Settin
             found[engines] = numbers["timing_s/step"]
     fastest = min(found, key=lambda engines: found[engines]) * part
     return replace(settings, engines=fastest, trainer_devices=total - fastest * each)
+
+
+def split_sentence(workload: Workload, costs: Costs, plan: Plan, own: Settings) -> str:
+    """Return the step time as the devices are split, and with the fastest split."""
+    best = fastest_split(workload, costs, plan, own)
+    ways = []
+    for settings in dict.fromkeys((own, best)):
+        numbers = simulate(workload, costs, settings, SPLIT_STEPS).metrics()
+        ways.append(
+            f"{seconds(numbers['timing_s/step'])} with {count(settings.engines, 'engine')} and "
+            f"{count(settings.trainer_devices, 'device')} that train"
+        )
+    text = f"A step of {own.name} takes {ways[0]}"
+    return f"{text}; {ways[1]}, the fastest split." if ways[1:] else f"{text}, the fastest split."
 
 
 HEAD = ("mode", "engines", "trainer devices", "step", "speed", "waits", "tokens/s/device",

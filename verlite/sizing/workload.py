@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
+from verlite.config.plan import Plan
+from verlite.config.schema import Config
 from verlite.sizing.simulation import Sample, Turn, Workload
 
 _NORMAL = NormalDist()
@@ -128,3 +130,17 @@ class Drawn:
             turns.append(Turn(share, seconds, self.observation))
         turns.append(Turn(tokens - sum(turn.tokens for turn in turns)))
         return Sample(self.prompt, tuple(turns))
+
+
+def assumed_samples(config: Config, plan: Plan) -> Drawn:
+    """Return the samples of a run of which only the limits are known: prompts of half of
+    data.max_prompt_length, and lognormal responses with a median of a quarter of
+    data.max_response_length and the 99th percentile at it."""
+    longest = config.data.max_response_length
+    return Drawn(
+        samples=plan.samples_per_prompt,
+        prompt=max(1, config.data.max_prompt_length // 2),
+        response=Quantiles(((0.5, longest / 4), (0.99, float(longest)))),
+        longest=plan.longest_response,
+        observation=config.data.max_obs_length if plan.max_turns else 0,
+    )
