@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from verlite.sizing import recorded as recorded_run
 from verlite.sizing.recorded import measured_costs, read_recorded
-from verlite.sizing.simulation import Costs, Sample, Settings, Turn, Workload, simulate
+from verlite.sizing.simulation import Costs, Sample, Settings, Turn, Work, Workload, simulate
 
 COSTS = Costs(0.02, 0.003, 0.001, 0.004, 0.0, 0.7, 0.3, 0.2)
 SYNC = Settings("sync", prompts=8, engines=1, trainer_devices=2, devices=3, max_num_seqs=20)
@@ -168,3 +169,18 @@ def test_a_run_without_enough_steps_or_samples_is_refused(tmp_path):
     write_run(tmp_path, with_tools, SYNC, kept=0)
     with pytest.raises(ValueError, match="trainer.rollouts_per_step=-1, which keeps all of them"):
         read_recorded(tmp_path, PLAN)
+
+
+def test_time_without_work_is_no_cost_of_the_engine_and_no_cost_is_negative():
+    """A sample that was drawn twice counts with its mean work, and not the syncs that it met."""
+    sample = Sample(1, (Turn(1),), 5.0)
+    work = [(sample, Work(1.0, 2.0, 3.0, 1.5)), (sample, Work(3.0, 4.0, 5.0, 0.5))]
+    assert recorded_run._rows([*work, (Sample(1, (Turn(1),)), Work())]) == [(2.0, 3.0, 4.0, 4.0)]
+    rows = [
+        (steps, tokens, 0.0, steps - 0.01 * tokens) for steps, tokens in ((1, 9), (5, 7), (2, 1))
+    ]
+    costs = recorded_run._least_squares(rows)
+    assert costs["decode_step_s"] == pytest.approx(1.0, rel=0.05)
+    assert costs["decode_sample_s"] == costs["prefill_token_s"] == 0.0
+    with pytest.raises(ValueError, match="no time was spent in them"):
+        recorded_run._least_squares([(0.0, 0.0, 0.0, 0.0)])

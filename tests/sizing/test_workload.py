@@ -19,6 +19,7 @@ def test_quantiles_of_each_form():
     assert lognormal.at(0.5) == pytest.approx(1500)
     assert lognormal.at(0.99) == pytest.approx(12000)
     assert lognormal.at(0.01) == pytest.approx(1500 / 8)  # as far below the median
+    assert parse_quantiles("p10=1 p90=16", "--x").at(0.5) == pytest.approx(4)
     sigma = math.log(8) / 2.3263479
     assert lognormal.mean() == pytest.approx(1500 * math.exp(sigma**2 / 2), rel=0.01)
     assert parse_quantiles("p16=1,p84=1", "--x").at(0.3) == 1
