@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
-from verlite.gateway.gateway import Gateway, OpenSession
+from verlite.gateway.conversation import Session
+from verlite.gateway.server import Gateway, OpenSession
 from verlite.rollout.types import Completion, Sampling
 
 
@@ -32,13 +34,13 @@ class Speaker:
         said = self.turns.pop(0)
         self.calls.append((list(prompt_ids), sampling))
         self.began.set()
+        if isinstance(said, Exception):
+            raise said
         try:
             await self.may_answer.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        if isinstance(said, Exception):
-            raise said
         ids = self.tokenizer.encode(said, add_special_tokens=False)
         if not any(stop in said for stop in sampling.stop):
             ids.append(self.tokenizer.eos_token_id)
@@ -84,6 +86,40 @@ async def session_of(
             client = Client(session, http)
             client.gateway = gateway  # type: ignore[attr-defined]
             yield client
+
+
+async def mixed_session(client: Client, seed: int, requests: int = 8) -> Session:
+    """Talk at random: turns, retries, several answers, sub-agents, edited histories, streams,
+    requests in parallel, and clients that disconnect. Returns the record."""
+    rng = random.Random(seed)
+    histories: list[list[dict[str, Any]]] = [[user("hi")]]
+
+    async def one() -> None:
+        history = [*rng.choice(histories)]
+        move = rng.random()
+        if move < 0.2:
+            history = [user(rng.choice("abc"))]  # a sub-agent
+        elif move < 0.3 and len(history) > 2:
+            history[1] = {"role": "assistant", "content": "edited"}
+        ask = client.post(
+            "chat/completions", messages=history, n=rng.randrange(1, 3), stream=move > 0.8
+        )
+        if rng.random() < 0.2:
+            task = asyncio.create_task(ask)
+            await asyncio.sleep(rng.random() / 20)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return
+        response = await ask
+        if response.status_code == 200 and move <= 0.8:
+            for choice in response.json()["choices"]:
+                tail = user(rng.choice(["more", "why", "é\n"]))
+                histories.append([*history, choice["message"], tail])
+
+    for _ in range(requests // 2):
+        await asyncio.gather(one(), one())
+    client.gateway.close(client.session)  # type: ignore[attr-defined]
+    return client.session.record
 
 
 def streamed(response: httpx.Response) -> list[dict[str, Any]]:

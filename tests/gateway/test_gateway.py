@@ -471,6 +471,20 @@ def test_a_failure_of_the_engine_reaches_the_session_and_the_client():
     assert record.nodes[0].state is State.ABORTED
 
 
+def test_one_of_several_choices_that_fails_ends_the_others():
+    async def talk():
+        engine = Speaker(tokenizer(), "a", ValueError("no"), "c")
+        async with session_of(engine) as client:
+            engine.may_answer.clear()
+            response = await client.post("chat/completions", messages=[user("u")], n=3)
+            while engine.cancelled < 2:
+                await asyncio.sleep(0.01)
+            return response.status_code, client.session.record
+
+    status, record = asyncio.run(asyncio.wait_for(talk(), 60))
+    assert status == 400 and {node.state for node in record.nodes} == {State.ABORTED}
+
+
 def test_closing_a_session_ends_what_runs():
     async def talk():
         engine = Speaker(tokenizer(), "a")

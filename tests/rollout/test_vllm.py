@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.gateway.speaker import mixed_session, session_of
 from tests.rollout.oracle import (
     Steps,
     ask,
@@ -107,6 +108,31 @@ def test_log_probs_equal_naive(synced, model, sampling):
     sampling = dataclasses.replace(sampling, max_tokens=20, ignore_eos=True)
     answers = ask(synced, prompts, *(dataclasses.replace(sampling, seed=i) for i in range(12)))
     assert largest_gap(model, prompts, answers, sampling) < 1e-5
+
+
+def test_log_probs_of_mixed_sessions_through_the_gateway_equal_naive(synced, model):
+    """Branches, retries and lost clients, 16 sessions at once, with prefix caching: the log-probs
+    of every answer are those after its whole context."""
+    sampling = Sampling(0.9, max_tokens=12)
+
+    async def talk(seed):
+        own = dataclasses.replace(sampling, seed=seed)
+        async with session_of(synced, 150, own) as client:
+            return await mixed_session(client, seed)
+
+    async def talk_all():
+        return await asyncio.gather(*map(talk, range(16)))
+
+    records = asyncio.run(talk_all())
+    nodes = [node for record in records for node in record.nodes if node.sampled]
+    assert len(nodes) > 60 and sum(node.parent is not None for node in nodes) > 20
+    for node in nodes:
+        naive = naive_log_probs(model, node.prompt, node.sampled, sampling)
+        assert node.log_probs == pytest.approx(naive, abs=1e-5)
+    ledgers = [record.ledger() for record in records]
+    assert all(one["requests"] == one["answered"] + one["aborted"] for one in ledgers)
+    assert sum(one["aborted"] for one in ledgers) > 0
+    assert sum(one["branches"] for one in ledgers) > len(records)
 
 
 def test_greedy_beside_sampled_requests(synced, model):

@@ -32,11 +32,11 @@ def requests(number: int, temperature: float = 1.0) -> DataProto:
     return DataProto.from_dict({}, {name: object_array(column) for name, column in own.items()})
 
 
-def answer(number: int, version: int, infos: Any = None) -> DataProto:
+def answer(number: int, version: int, infos: Any = None, programs: bool = False) -> DataProto:
     """Return what the rollout worker says of a group: columns of `as_columns`."""
     trajectories = []
     for place in range(SAMPLES):
-        one = Trajectory([number, 7])
+        one = Trajectory([place, 9] if programs else [number, 7], session={"requests": place})
         ids = [number] * (place + 1)
         one.response_ids, one.response_mask = ids, [1] * len(ids)
         one.log_probs = [-0.1 * number - 1 / 3] * len(ids)
@@ -45,7 +45,7 @@ def answer(number: int, version: int, infos: Any = None) -> DataProto:
         trajectories.append(one)
     results = {place: RewardResult(number + place / 4) for place in range(SAMPLES)}
     decoded = [DecodedResponse(f"text {number}", [("model", "a")])] * SAMPLES
-    batch = as_columns(trajectories, decoded, results, 0.0, multi_turn=True)
+    batch = as_columns(trajectories, decoded, results, 0.0, multi_turn=True, programs=programs)
     index, uids = torch.arange(SAMPLES), [uid_of(number, PROMPTS)] * SAMPLES
     return batch.with_batch(sample_index=index).with_non_tensor(uid=object_array(uids))
 
@@ -132,6 +132,15 @@ def test_finished_groups_are_trained_as_they_are(groups, tmp_path, monkeypatch):
         ), name
     again.trained()
     assert again.flow.step == 2 and not again.answers
+
+
+def test_samples_of_agent_programs_have_prompts_of_their_own(groups, tmp_path, monkeypatch):
+    for number, version in ((2, 1), (3, 2)):
+        own = answer(number, version, programs=True)
+        groups.answers[number] = own.pop(["sample_index"], ["uid"])[1]
+    resumed, warnings, _ = open_again(monkeypatch, *save(groups, tmp_path))
+    assert warnings == [] and ready(resumed) == [2, 3]
+    assert [row["requests"] for row in resumed.answers[2].non_tensor_batch["session"]] == [0, 1]
 
 
 def test_files_of_finished_groups_are_in_the_manifest(groups, tmp_path):

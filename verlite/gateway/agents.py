@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from verlite.gateway.conversation import Node
-from verlite.gateway.gateway import Gateway, OpenSession
 from verlite.gateway.program import ProgramError, run, score_of
+from verlite.gateway.server import Gateway, OpenSession
 from verlite.rewards.result import BadReturn, RewardResult
 from verlite.rollout.types import Completion, Engine, EngineError, Sampling, Status, Trajectory
 from verlite.spec.roles import AgentSpec

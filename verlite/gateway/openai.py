@@ -67,7 +67,7 @@ class Choice:
     text: str
     """Without special tokens and stop strings."""
     tokens: list[str]
-    """Text of each sampled token."""
+    """Text of each sampled token, if the request asks for log-probs."""
     finish_reason: str
     """stop, length or tool_calls."""
     content: str
@@ -294,14 +294,13 @@ def _envelope(kind: str, choices: Sequence[Choice], created: int) -> Json:
 def _write_choice(asked: Asked, index: int, choice: Choice) -> Json:
     node = choice.node
     written: Json = {"index": index, "finish_reason": choice.finish_reason, "logprobs": None}
-    pairs = list(zip(choice.tokens, node.log_probs, strict=True))
     if asked.messages:
         written["message"] = choice.message
         if asked.logprobs:
             written["logprobs"] = {
                 "content": [
                     {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
-                    for text, value in pairs
+                    for text, value in zip(choice.tokens, node.log_probs, strict=True)
                 ]
             }
     else:

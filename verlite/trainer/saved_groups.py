@@ -21,6 +21,8 @@ from verlite.trainer.checkpoints import Checkpoint
 from verlite.workers.rollout import as_columns
 
 FOLDER = "groups"
+SESSION = "session"
+"""Column of agent programs' samples."""
 _UNREADABLE = (
     *(OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError),
     *(RecursionError, RuntimeError),
@@ -113,9 +115,10 @@ def _identity(requests: DataProto) -> dict[str, Any]:
 
 def _check_columns(batch: DataProto) -> None:
     """Raise ValueError unless the batch has the columns that the rollout workers return, with or
-    without turns."""
+    without turns, or of agent programs."""
     added = {"uid", "sampling"}
-    known = [columns(as_columns([], [], {}, 0.0, turns)) | added for turns in (False, True)]
+    kinds = ((False, False), (True, False), (True, True))
+    known = [columns(as_columns([], [], {}, 0.0, *kind)) | added for kind in kinds]
     if columns(batch) not in known:
         different = min((sorted(columns(batch) ^ names) for names in known), key=len)
         raise ValueError(f"its columns are not those of a rollout worker: {', '.join(different)}")
@@ -126,11 +129,12 @@ def _fits(rows: DataProto, requests: DataProto, oldest: int) -> bool:
     state."""
     mine, own = rows.non_tensor_batch, requests.non_tensor_batch
     asked = _identity(requests)
+    is_of_program = SESSION in mine  # which writes its own prompts
     versions = rows.batch["oldest_version"]
     versions = versions[versions >= 0]
     return (
         list(mine["sampling"]) == list(asked["sampling"])
-        and all(map(_same_tokens, mine["prompt_ids"], own["prompt_ids"]))
+        and (is_of_program or all(map(_same_tokens, mine["prompt_ids"], own["prompt_ids"])))
         and (not len(versions) or int(versions.min()) == oldest)
         and rows.batch["response_length"].tolist() == [len(ids) for ids in mine[RESPONSE]]
     )

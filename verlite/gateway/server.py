@@ -175,8 +175,9 @@ class Gateway:
     async def _respond(
         self, name: str, request: Request, read: Callable[[dict[str, Any]], Asked]
     ) -> Response:
-        session = self._find(name, request)
+        self._find(name, request)
         asked = read(parse_object(await read_body(request, MAX_BODY), _EXAMPLE))
+        session = self._find(name, request)  # it may have been closed meanwhile
         nodes, sampling = self._begin(session, asked)
         completions = await self._sample(session, nodes, sampling, request)
         choices = [
@@ -257,12 +258,13 @@ class Gateway:
         """
         began = time.monotonic()
         session.waits_for("the engine")
-        answers = asyncio.gather(
-            *(
+        asked = [
+            asyncio.ensure_future(
                 self._engine.generate(node.prompt, with_seed(sampling, node.number))
-                for node in nodes
             )
-        )
+            for node in nodes
+        ]
+        answers = asyncio.gather(*asked)
         gone = asyncio.ensure_future(_disconnected(request))
         session.running.add(answers)
         try:
@@ -274,8 +276,8 @@ class Gateway:
                 raise RuntimeError("the engine aborted the request")
             return completions
         except BaseException as error:
-            answers.cancel()
-            for node in nodes:
+            for answer, node in zip(asked, nodes, strict=True):
+                answer.cancel()
                 session.record.abort(node)
             if isinstance(error, ValueError):
                 raise Refused(str(error)) from error
@@ -303,7 +305,8 @@ class Gateway:
         """Record an answer, and return it as the program sees it."""
         text = self._text(completion.ids)
         text = text[: min((text.index(string) for string in stop if string in text), default=None)]
-        tokens = [str(self._engine.tokenizer.decode([token])) for token in completion.ids]
+        shown = completion.ids if asked.logprobs else []
+        tokens = [str(self._engine.tokenizer.decode([token])) for token in shown]
         found = choice(node, text, tokens, completion.finish_reason, bool(asked.tools))
         session.record.answer(
             node,
