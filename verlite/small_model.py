@@ -78,7 +78,8 @@ def _small_config(config: PretrainedConfig, **options: Any) -> PretrainedConfig 
         try:
             _shrink(small, divisor)
             with torch.device("meta"):
-                parameters = sum(p.numel() for p in _build(small, **options).parameters())
+                whole = _build(copy.deepcopy(small), **options)  # which changes its configuration
+            parameters = sum(parameter.numel() for parameter in whole.parameters())
             if parameters > _MOST_PARAMETERS:
                 return None  # a smaller divisor leaves more of them
             model = small_model(small, attn_implementation="eager", **options)
