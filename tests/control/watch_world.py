@@ -376,7 +376,7 @@ class WatchWorld:
         self.check(len(group) > 0, f"accused: nobody has a call: {text}")
         stalled_s = min(self.clock - process.moved for process in group)
         self.check(stalled_s > TIMEOUT_S - SLACK_S, f"accused: one that works is named: {text}")
-        waits = any(process.has("tools") for process in group)
+        waits = any(one.has("tools") and one.state == "sleeping" for one in group)
         self.check(not waits, f"accused: one that waits for tools is named: {text}")
 
     def limit_s(self, process: Process) -> tuple[float, float]:
