@@ -137,6 +137,27 @@ def test_comparing_estimators_give_a_single_sample_no_advantage(name):
     assert (not advantages.any()) == catalog.ESTIMATORS[name].compares
 
 
+def rows_of(inputs: AdvantageInputs, rows: torch.Tensor) -> AdvantageInputs:
+    """Return some rows of an estimator's inputs."""
+    given = {name: value for name, value in values_of(inputs).items() if name != "uid"}
+    chosen = {name: v[rows] for name, v in given.items() if isinstance(v, torch.Tensor)}
+    return AdvantageInputs(**(given | chosen | {"uid": inputs.uid[rows.numpy()]}))
+
+
+@pytest.mark.parametrize("name", catalog.ESTIMATORS)
+def test_advantages_by_group_need_no_other_group(name):
+    is_same = []
+    for seed in range(20):
+        inputs = inputs_of(random_case(seed))
+        whole = compute_advantages(name, inputs)
+        for uid in sorted(set(inputs.uid)):
+            rows = torch.from_numpy(inputs.uid == uid)
+            alone = compute_advantages(name, rows_of(inputs, rows))
+            pairs = zip(whole, alone, strict=True)
+            is_same += [torch.allclose(one[rows], own, rtol=1e-5) for one, own in pairs]
+    assert all(is_same) == catalog.ESTIMATORS[name].by_group
+
+
 def test_every_path_exists():
     tables = (catalog.ESTIMATORS, catalog.LOSSES, catalog.ENV_FACTORIES, catalog.TRACKERS)
     for table in tables:

@@ -75,6 +75,7 @@ def test_guide_004(convert, files):
         "algorithm.adv_estimator": "grpo",
         "algorithm.whiten_advantages": True,
         "cluster.component_placement": {"actor,rollout": "all"},
+        "trainer.mode": None,
         "trainer.nnodes": 4,
         "trainer.n_gpus_per_node": 8,
         "trainer.total_epochs": 5,
@@ -109,7 +110,8 @@ def test_guide_004(convert, files):
                     "rollout": "0-19",
                     "inference": "20-23",
                     "actor": "24-31",
-                }
+                },
+                "trainer.mode": "pipelined",
             },
         ),
         (

@@ -1,5 +1,6 @@
 """Functions that run on every rank, or in the test process as the only rank."""
 
+import functools
 import math
 import resource
 import signal
@@ -24,8 +25,12 @@ from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
 from verlite.engine.lora import trained
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
+from verlite.spec.catalog import BYPASS_LOSS
+from verlite.spec.correction import RolloutCorrection
+from verlite.spec.roles import Micro, PolicyLossSpec, Updates
 from verlite.weights.probe import gap
-from verlite.workers.actor import policy_objective
+from verlite.workers.actor import ActorWorker, policy_objective, unit_factor
+from verlite.workers.training import StepRows
 
 SCALE = 9.0
 TEMPERATURE = 0.8
@@ -54,7 +59,7 @@ def weighted_loss(mode: str) -> Any:
     return loss_fn
 
 
-def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
+def actors_spec(mode: str, loss_mode: str = "vanilla") -> PolicyLossSpec:
     """Return the actor's loss with all of its terms: clipped PPO, entropy bonus, KL."""
     config = Config()
     coefficients = {
@@ -70,9 +75,19 @@ def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
         clip_high=POLICY["clip_high"],
         loss_scale=SCALE,
         loss_mode=loss_mode,
-        correction=None,
+        correction=RolloutCorrection(bypass_mode=True) if loss_mode == BYPASS_LOSS else None,
     )
-    return policy_objective(policy_loss_spec(config, plan))
+    return policy_loss_spec(config, plan)
+
+
+def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
+    """Return the actor's loss; see `actors_spec`."""
+    return policy_objective(actors_spec(mode, loss_mode))
+
+
+def actors_factor(mode: str) -> Any:
+    """Return what sums of the actor's loss are multiplied by, from the counts of a step."""
+    return functools.partial(unit_factor, actors_spec(mode))
 
 
 def my_rows(rows: list[int]) -> list[int]:
@@ -621,3 +636,107 @@ def refilled_with(path: str, fault: str | None) -> dict[str, Any]:
         "fingerprints": [one.own_fingerprint(torch.float32) for one in (trainer, other)],
         "gap": gap(expected, found.log_probs).relative,
     }
+
+
+def accumulated_gradients(
+    path: str, cases: list[dict[str, Any]], **settings: Any
+) -> list[list[tuple[dict[str, Any], dict[str, Tensor]]]]:
+    """Return (metrics, gradients) of one update per case, taken at once and after `accumulate`.
+
+    A case has the arguments of `gradients`, and `parts`: the rows of each call of `accumulate`. In
+    between come what other calls of a step do: a pass without gradients, and memory moves.
+    """
+    defaults = {"grad_clip": math.inf, "enable_gradient_checkpointing": False}
+    subject = engine(path, train=True, lr=0.0, **(defaults | settings))
+    caught = catch_gradients(subject)
+    results = []
+    for case in cases:
+        whole = ragged_batch().with_batch(**case["columns"])
+        micro = MicroBatching(size=case.get("size"), max_tokens=case.get("max_tokens"))
+        loss_fn = actors_loss(case["mode"], case.get("loss", "vanilla"))
+        factor = actors_factor(case["mode"])
+        batch = whole[my_rows(list(range(8)))]
+        found = []
+        for parts in ([], case["parts"]):
+            for part in parts:
+                mine = whole[my_rows(part)]
+                subject.accumulate(mine, micro, TEMPERATURE, loss_fn, with_entropy=True)
+                subject.forward(mine, micro, TEMPERATURE)
+                subject.offload()
+                subject.onload()
+            metrics = subject.update(
+                batch, micro, TEMPERATURE, loss_fn, with_entropy=True, unit_factor=factor
+            )
+            found.append((metrics, dict(caught)))
+        results.append(found)
+    return results
+
+
+def accumulated_gradients_with(path: str, cases: list[dict[str, Any]], settings: Any) -> Any:
+    return accumulated_gradients(path, cases, **settings)
+
+
+def interrupted_accumulation(path: str, columns: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the gradients of updates after a step that was given up, and the error of one whose
+    rows were not all accumulated."""
+    subject = engine(path, train=True, lr=0.0, grad_clip=math.inf)
+    caught = catch_gradients(subject)
+    batch = ragged_batch().with_batch(**columns)[my_rows(list(range(8)))]
+    micro, loss_fn = MicroBatching(size=2), actors_loss("token-mean")
+    options: dict[str, Any] = {
+        "with_entropy": True,
+        "unit_factor": actors_factor("token-mean"),
+    }
+    found: dict[str, Any] = {}
+    for name in ("undisturbed", "given up"):
+        if name == "given up":
+            subject.accumulate(batch, micro, TEMPERATURE, loss_fn, with_entropy=True)
+            subject.drop_gradients()
+        subject.update(batch, micro, TEMPERATURE, loss_fn, **options)
+        found[name] = dict(caught)
+    subject.accumulate(batch[[0]], micro, TEMPERATURE, loss_fn, with_entropy=True)
+    try:
+        subject.update(batch, micro, TEMPERATURE, loss_fn, **options)
+    except RuntimeError as error:
+        found["error"] = str(error)
+    return found
+
+
+def worker_updates(path: str, columns: dict[str, Tensor], parts: list[list[int]]) -> list[Any]:
+    """Return metrics and weights after a step of two mini-batches and two epochs: all at once, and
+    with the first mini-batch accumulated in parts."""
+    loss = actors_spec("token-mean")
+    index = torch.tensor([[0, 1], [1, 0], [0, 0], [1, 1], [0, 1], [1, 0], [0, 0], [1, 1]])
+    whole = ragged_batch().with_batch(**columns, mini_batch_index=index)
+    loss_mask = whole.batch["response_mask"].clone()
+    loss_mask[2, 0] = 0  # rejected
+    whole = whole.with_batch(loss_mask=loss_mask, entropy_sums=torch.zeros(8)).with_meta(updates=2)
+    results = []
+    for given in ([], parts):
+        worker = ActorWorker.__new__(ActorWorker)
+        worker.engine = engine(path, train=True, lr=0.1, grad_clip=math.inf, betas=(0.0, 0.0))
+        for group in worker.engine.optimizer.param_groups:
+            group["eps"] = 1.0  # updates are about linear in the gradient
+        micro = Micro(2, None)
+        worker.spec = SimpleNamespace(
+            loss=loss,
+            updates=Updates(4, 4, 2, 2, micro, False, "token-mean"),
+            temperature=TEMPERATURE,
+            calculate_entropy=False,
+            run_dir="run",
+        )
+        worker._spec = SimpleNamespace(device_kind="cpu")
+        worker._objective = policy_objective(loss)
+        worker.rank_rows, worker.all_rows = StepRows(), StepRows()
+        for number, part in enumerate(given):
+            worker.accumulate(whole[my_rows(part)].with_meta(step=1, part=number))
+        metrics = worker.update(whole[my_rows(list(range(8)))].with_meta(step=1))
+        named = trained(worker.engine.model.model)
+        weights = {name: parameter.full_tensor().detach().clone() for name, parameter in named}
+        results.append((metrics, weights))
+    return results
+
+
+def initial_weights(path: str) -> dict[str, Tensor]:
+    named = trained(engine(path, train=True).model.model)
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in named}

@@ -12,7 +12,7 @@ from verlite.trainer.batch import balance_metrics, balance_rows, mini_batch_indi
 from verlite.workers.rollout import DecodedResponse, as_columns
 
 
-def rollout_output(rows, prompts=None, results=None):
+def rollout_output(rows, prompts=None, results=None, version=3):
     """Return the output of a rollout worker.
 
     rows: (response ids, mask, log-probs, status).
@@ -28,7 +28,7 @@ def rollout_output(rows, prompts=None, results=None):
             log_probs,
             Status(status),
             "Timeout" if status == "error" else None,
-            [(3, len(ids))],
+            [(version, len(ids))],
             1,
             segments=[("model", len(ids))],
         )

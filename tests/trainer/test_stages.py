@@ -28,7 +28,7 @@ from verlite.trainer import log_prob_gap
 from verlite.trainer.batch import fetch_padded, to_ranks
 from verlite.trainer.errors import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.metrics import Stopwatch
-from verlite.trainer.run import Run
+from verlite.trainer.run import Run, StepState
 from verlite.trainer.stages.advantage import (
     advantages,
     loss_mask,
@@ -111,7 +111,7 @@ def fake_run(**fields) -> FakeRun:
         "stopwatch": Stopwatch(),
         "display": Screen(),
         "first_step": True,
-        "current": SimpleNamespace(prompts_drawn=0),
+        "current": StepState(),
         "version": 0,
         "inference": None,
         "env_factory": None,

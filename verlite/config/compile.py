@@ -205,13 +205,14 @@ def generation_spec(
 def kv_at_update(config: Config) -> str:
     """Return what becomes of running samples' keys and values at a weight sync; "": none run.
 
-    Without partial_rollout some run only where an engine was replaced, and all get their weights
-    once more.
+    Without partial_rollout, and with trainer.mode=pipelined, some run only where an engine was
+    replaced, and all get their weights once more.
     """
-    settings = config.async_training
-    if config.trainer.mode != "async":
+    if config.trainer.mode == "sync":
         return ""
-    return settings.kv_cache if settings.partial_rollout else "fresh"
+    settings = config.async_training
+    is_async = config.trainer.mode == "async"
+    return settings.kv_cache if is_async and settings.partial_rollout else "fresh"
 
 
 def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:

@@ -91,6 +91,9 @@ class Plan:
     """The policy loss: policy_loss.loss_mode, or the loss of bypass mode."""
     correction: RolloutCorrection
     """Settings of algorithm.rollout_correction, with its preset expanded."""
+    overlaps_gradients: bool
+    """trainer.mode=pipelined: gradients of the first optimizer step are computed while the step's
+    other prompts are sampled. False: only log-probs and values are."""
     gen_prompts: int
     """Prompts per generation."""
     gen_prompts_key: str
@@ -442,6 +445,9 @@ def _algorithm(config: Config, updates: Updates) -> dict[str, Any]:
         "needs_old_log_probs": _needs_old_log_probs(config, updates, corrected),
         "loss_mode": loss,
         "correction": corrected,
+        "overlaps_gradients": (
+            config.trainer.mode == "pipelined" and gradients_wait_for(config) is None
+        ),
         "clip_low": low,
         "clip_high": high,
         "loss_scale": _first(actor.loss_scale_factor, divisor),
@@ -550,6 +556,10 @@ def _words(config: Config, fields: dict[str, Any]) -> list[tuple[str, str]]:
         ahead = steps_ahead(config)
         age = f"tokens at most {_count(settings.max_age, 'version')} old"
         run.insert(0, f"asynchronous: {age}, sampled up to {_count(ahead, 'step')} ahead")
+    if trainer.mode == "pipelined":
+        waits = gradients_wait_for(config)
+        what = "inference and first gradients" if waits is None else f"inference ({waits})"
+        run.insert(0, f"pipelined: {what} while prompts are sampled")
     return [
         ("model", _model(config.actor_rollout_ref.model)),
         ("algorithm", ", ".join(_algorithm_words(config, fields))),
@@ -703,6 +713,33 @@ def _needs_old_log_probs(config: Config, updates: Updates, corrected: RolloutCor
         or (loss in catalog.LOSSES and catalog.LOSSES[loss].selector is not None)
         or catalog.reads(catalog.ESTIMATORS, estimator, "old_log_probs")
     )
+
+
+def gradients_wait_for(config: Config) -> str | None:
+    """Return the setting, as KEY=VALUE, with which a sample's loss depends on samples of other
+    prompts, so that gradients wait for the whole step. None: there is none. A user's own functions
+    may read everything.
+
+    Raises:
+        ValueError: rollout correction has an invalid setting.
+    """
+    algorithm = config.algorithm
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    corrected = correction.settings(algorithm.rollout_correction)
+    if not catalog.is_by_group(algorithm.adv_estimator):
+        return f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if algorithm.whiten_advantages:
+        return "algorithm.whiten_advantages=true"
+    if not corrected.bypass_mode and (
+        loss not in catalog.POLICY_LOSSES or catalog.POLICY_LOSSES[loss].selector
+    ):
+        return f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
+    if corrected.acts_on_batch:
+        name = "rollout_is" if corrected.rollout_is else "rollout_rs"
+        return f"algorithm.rollout_correction.{name}={getattr(corrected, name)}"
+    if algorithm.filter_groups.enable:
+        return "algorithm.filter_groups.enable=true"
+    return None
 
 
 def places_inference(config: Config) -> bool:

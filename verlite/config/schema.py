@@ -1448,9 +1448,11 @@ class TrainerConfig(RunConfig):
 
     mode: str = key(
         "sync",
-        "sync: sample, then update, with the newest weights. async: the engines sample the next "
-        "steps' prompts while the policy is updated (section async_training).",
-        choices=("sync", "async"),
+        "sync: sample, then update, with the newest weights. pipelined: the same, but log-probs "
+        "and gradients of finished prompts are computed while the others are sampled. async: the "
+        "engines sample the next steps' prompts while the policy is updated (section "
+        "async_training).",
+        choices=("sync", "pipelined", "async"),
     )
     nnodes: int = key(1, "Machines.", bound=">= 1")
     n_gpus_per_node: int = key(

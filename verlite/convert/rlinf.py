@@ -155,6 +155,10 @@ def cluster(draft: Draft) -> None:
             placement[",".join(kept)] = value if isinstance(value, dict) else str(value)
     if placement:
         draft.set("cluster.component_placement", placement)
+        of_role = {role: spec for names, spec in placement.items() for role in names.split(",")}
+        actor, rollout = of_role.get("actor"), of_role.get("rollout")
+        if actor and rollout and actor != rollout and "all" not in (actor, rollout):
+            draft.set("trainer.mode", "pipelined", "RLinf overlaps phases with this placement")
     nodes, per_node = draft["cluster.num_nodes"], draft["cluster.num_gpus_per_node"]
     if per_node:
         draft.set("trainer.n_gpus_per_node", per_node, explicit=True)

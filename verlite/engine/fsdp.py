@@ -59,6 +59,9 @@ whose name ends in _max are combined by their maximum instead.
 """
 
 
+_UNIT = Counts(1, 1)
+"""Counts of rows whose optimizer step is not complete: their losses are sums, not means."""
+
 _FROZEN = "frozen_weights"
 """Key of the frozen weights' fingerprint in a checkpoint. Older checkpoints have one of another
 hash under "frozen", which cannot be compared."""
@@ -120,6 +123,8 @@ class TrainEngine:
         self.schedule_step = 0
         self._has_updated = False  # since the last step of the schedule
         self._nonfinite_in_a_row = 0
+        # Rows and outputs of each micro-batch of an optimizer step that is not complete.
+        self._held: list[tuple[TensorDict, dict[str, Tensor]]] | None = None
         self._set_learning_rate()
 
     def _build_model(self, head: str) -> HeadedModel:
@@ -221,6 +226,35 @@ class TrainEngine:
         with lora.disabled(self.model):
             yield
 
+    def accumulate(
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        temperature: float,
+        loss_fn: LossFn,
+        with_entropy: bool = False,
+    ) -> None:
+        """Add the gradients of some rows of an optimizer step whose other rows do not exist yet.
+        All ranks must call it, each with its own rows (possibly none).
+
+        It may be called several times. Then `update` takes the step, or `drop_gradients` gives it
+        up. Meanwhile parameters stay on the device. The arguments are those of `update`.
+        """
+        self._held = self._held or []
+        self.model.train()
+        rows, _ = self._gather_rows(batch.batch)
+        parts = micro.split(rows)
+        _, passes = self._sum_and_max([], len(parts))
+        for i, part in self._passes(parts, passes):
+            progress.tick(f"micro-batch {i + 1} of {passes}")
+            self._backward(rows, part, temperature, loss_fn, with_entropy, _UNIT, self._held)
+
+    def drop_gradients(self) -> None:
+        """Forget what `accumulate` has added."""
+        self._held = None
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
     def update(
         self,
         batch: DataProto,
@@ -229,6 +263,7 @@ class TrainEngine:
         loss_fn: LossFn,
         with_entropy: bool = False,
         dump_dir: Path | None = None,
+        unit_factor: Callable[[Counts], float] | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step over all rows of all ranks. All ranks must call it, each with its
         own rows (possibly none).
@@ -244,6 +279,8 @@ class TrainEngine:
             loss_fn: the loss; see `LossFn`.
             with_entropy: also give the loss the entropy of each token.
             dump_dir: where to save the rows of a dropped update; None saves nothing.
+            unit_factor: what the loss of Counts(1, 1) is multiplied by to be that of these counts.
+                After `accumulate`, which must have had the same rows, on any ranks.
 
         Returns:
             The sums of loss_fn's metrics plus loss, grad_norm (before clipping), lr and nonfinite
@@ -251,6 +288,7 @@ class TrainEngine:
 
         Raises:
             NonFiniteError: max_nonfinite_updates consecutive updates were dropped.
+            RuntimeError: `accumulate` had other rows.
         """
         if self.optimizer is None:
             raise RuntimeError(
@@ -260,20 +298,21 @@ class TrainEngine:
         own = batch.batch
         mask = own["response_mask"]
         rows, _ = self._gather_rows(own)
-        parts = micro.split(rows)
-        (tokens, sequences), passes = self._sum_and_max(self._count(mask), len(parts))
+        held = self._held
+        parts = micro.split(rows) if held is None else []
+        (tokens, sequences), passes = self._sum_and_max(
+            self._count(mask), len(parts if held is None else held)
+        )
         counts = Counts(tokens, sequences)
         sums: dict[str, Tensor] = {}
-        for i in range(passes):
-            progress.tick(f"micro-batch {i + 1} of {passes}")
-            # Unsharded gradients until the last pass save communication and cost memory, like
-            # unsharded parameters.
-            needs_sync = self.fsdp_config.reshard_after_forward or i == passes - 1
-            self.model.set_requires_gradient_sync(needs_sync)  # type: ignore[operator]
-            part = parts[i] if i < len(parts) else None
-            results = self._backward(rows, part, temperature, loss_fn, with_entropy, counts)
-            for name, value in results.items():
-                sums[name] = _combine(name, sums[name], value) if name in sums else value
+        if held is not None:
+            assert unit_factor is not None
+            sums = self._complete(held, loss_fn, counts, unit_factor(counts))
+        else:
+            for i, part in self._passes(parts, passes):
+                progress.tick(f"micro-batch {i + 1} of {passes}")
+                results = self._backward(rows, part, temperature, loss_fn, with_entropy, counts)
+                _add(sums, results)
         metrics = self._sum_metrics(sums)
         norm = self._clip()
         is_finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
@@ -281,9 +320,50 @@ class TrainEngine:
         if is_finite and passes:
             self.optimizer.step()
             self._has_updated = True
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         self._handle_nonfinite(is_finite, batch, dump_dir)
         return metrics | {"grad_norm": norm, "lr": lr, "nonfinite": float(not is_finite)}
+
+    def _passes(self, parts: list[Tensor], passes: int) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield the number and the rows of each pass; None where only other ranks have rows left.
+
+        Unsharded gradients until the last pass save communication and cost memory, like unsharded
+        parameters.
+        """
+        for i in range(passes):
+            needs_sync = self.fsdp_config.reshard_after_forward or i == passes - 1
+            self.model.set_requires_gradient_sync(needs_sync)  # type: ignore[operator]
+            yield i, parts[i] if i < len(parts) else None
+
+    def _complete(
+        self,
+        held: list[tuple[TensorDict, dict[str, Tensor]]],
+        loss_fn: LossFn,
+        counts: Counts,
+        factor: float,
+    ) -> dict[str, Tensor]:
+        """Turn the gradients of `accumulate` into those of the whole step. Return the loss and the
+        metrics that this rank counts, of the outputs that the gradients were computed from."""
+        is_counted = self.sequence_group is None or self.sequence_group.rank() == 0
+        sums: dict[str, Tensor] = {}
+        own = [0, 0]
+        if is_counted:
+            for rows, outputs in held:
+                own = [a + b for a, b in zip(own, self._count(rows["response_mask"]), strict=True)]
+                given = {name: values.to(self.device) for name, values in outputs.items()}
+                with torch.no_grad():
+                    loss, metrics = loss_fn(rows.to(self.device), given, counts)
+                _add(sums, {"loss": loss} | metrics)
+        found, _ = self._sum_and_max(own, 0)
+        if found != [counts.tokens, counts.sequences]:
+            raise RuntimeError(
+                f"gradients of {found[0]} tokens in {found[1]} rows were accumulated, but the "
+                f"optimizer step has {counts.tokens} in {counts.sequences}"
+            )
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return sums
 
     def _backward(
         self,
@@ -293,9 +373,13 @@ class TrainEngine:
         loss_fn: LossFn,
         with_entropy: bool,
         counts: Counts,
+        held: list[tuple[TensorDict, dict[str, Tensor]]] | None = None,
     ) -> dict[str, Tensor]:
         """Run forward and backward passes of one micro-batch; return loss and metrics that this
-        rank counts."""
+        rank counts.
+
+        held: list to which rows and outputs are added.
+        """
         inputs, micro_rows = self._inputs(rows, part)
         outputs = self.model(inputs, temperature, with_entropy)
         if micro_rows is None:  # only takes part in the other ranks' collectives
@@ -306,6 +390,9 @@ class TrainEngine:
         loss, metrics = loss_fn(micro_rows, scattered, counts)
         # FSDP averages gradients over ranks, but the loss is a sum over ranks.
         (loss * self.world_size).backward()
+        if held is not None:
+            kept = {name: values.detach().cpu() for name, values in scattered.items()}
+            held.append((micro_rows.cpu(), kept))
         if self.sequence_group is not None and self.sequence_group.rank() > 0:
             return {}  # the group's first rank counts the rows that the group shares
         return {name: value.detach() for name, value in ({"loss": loss} | metrics).items()}
@@ -532,6 +619,7 @@ class TrainEngine:
             OSError: a rank cannot write.
         """
         self._require_finite("refusing to save")
+        self.drop_gradients()  # of a step that was given up
         schedule = {
             "step": self.schedule_step,
             "updated": self._has_updated,
@@ -585,12 +673,13 @@ class TrainEngine:
 
     def offload(self) -> None:
         """Move what fsdp_config.param_offload and optimizer_offload select to page-locked host
-        memory, and free it on the device. On a CPU it does nothing.
+        memory, and free it on the device. On a CPU it does nothing, and not between `accumulate`
+        and `update`, because gradients are where their parameters are.
 
         Passes leave no gathered parameters or gradients, so nothing else of the model but its
         buffers is on the device then.
         """
-        if not has_own_memory(self.device):
+        if not has_own_memory(self.device) or self._held is not None:
             return
         if self.fsdp_config.param_offload and not self._host_parameters.is_holding:
             self._replace_parameters(self._host_parameters.offload)
@@ -610,6 +699,12 @@ class TrainEngine:
         for i, state in enumerate(states):
             for name in state:
                 state[name] = moved[i, name]
+
+
+def _add(sums: dict[str, Tensor], results: Mapping[str, Tensor]) -> None:
+    """Add a micro-batch's metrics to those of others."""
+    for name, value in results.items():
+        sums[name] = _combine(name, sums[name], value) if name in sums else value
 
 
 def _combine(name: str, a: Tensor, b: Tensor) -> Tensor:

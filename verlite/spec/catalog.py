@@ -32,6 +32,8 @@ class Estimator:
     """It needs one reward per row and gives all tokens of a row the same advantage."""
     whitens: bool = False
     """Its advantages have mean 0 and standard deviation 1 over the tokens of the step."""
+    by_group: bool = True
+    """The advantages of a prompt's samples depend on no other prompt of the step."""
 
 
 MEASURED_INPUTS = (
@@ -52,6 +54,7 @@ ESTIMATORS: dict[str, Estimator] = {
         reads=("values", "gamma", "lam"),
         compares=False,
         whitens=True,
+        by_group=False,
     ),
     "grpo": Estimator(
         "verlite.algorithms.advantages:grpo", reads=("norm_adv_by_std_in_grpo",), by_row=True
@@ -60,6 +63,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "verlite.algorithms.advantages:gdpo",
         reads=("gdpo_rewards", "gdpo_reward_weights"),
         whitens=True,
+        by_group=False,
     ),
     "grpo_passk": Estimator(
         "verlite.algorithms.advantages:grpo_passk",
@@ -77,15 +81,16 @@ ESTIMATORS: dict[str, Estimator] = {
         reads=("gamma",),
         compares=False,
         whitens=True,
+        by_group=False,
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        "verlite.algorithms.advantages:reinforce_plus_plus_baseline", whitens=True
+        "verlite.algorithms.advantages:reinforce_plus_plus_baseline", whitens=True, by_group=False
     ),
     "remax": Estimator(
         "verlite.algorithms.advantages:remax", reads=("reward_baselines", "gamma"), compares=False
     ),
     "opo": Estimator("verlite.algorithms.advantages:opo"),
-    "gpg": Estimator("verlite.algorithms.advantages:gpg", by_row=True),
+    "gpg": Estimator("verlite.algorithms.advantages:gpg", by_row=True, by_group=False),
     "optimal_token_baseline": Estimator(
         "verlite.algorithms.advantages:optimal_token_baseline",
         reads=("old_log_probs", "sum_pi_squared", "rollout_is_weights", "gamma"),
@@ -281,6 +286,11 @@ def measured(estimator: str) -> tuple[str, ...]:
 def is_by_row(estimator: str) -> bool:
     """Return whether a built-in estimator compares whole responses; False for a user's own."""
     return estimator in ESTIMATORS and ESTIMATORS[estimator].by_row
+
+
+def is_by_group(estimator: str) -> bool:
+    """Return whether a built-in estimator needs only a prompt's samples; False for a user's own."""
+    return estimator in ESTIMATORS and ESTIMATORS[estimator].by_group
 
 
 def compares(estimator: str) -> bool:

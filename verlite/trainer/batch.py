@@ -113,8 +113,8 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     """Return the batch for one role's ranks, with the assignment of rows to ranks.
 
     It has the numbers per row, the tokens, and those of `columns` that exist. A role's assignment
-    is the same in all calls of a step. A sequence-parallel group counts as one rank, and its rows
-    are divided among its members.
+    is the same in all calls of a step, or of a part of one (meta_info["part"]). A sequence-parallel
+    group counts as one rank, and its rows are divided among its members.
     """
     column = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
     mini_batch_index = batch.batch[column][:, 0]
@@ -128,6 +128,7 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
         assignment=[rows[i::group_size] for rows in groups for i in range(group_size)],
         updates=int(mini_batch_index.max()) + 1,
         step=run.step,
+        part=batch.meta_info.get("part"),
         version=run.version,
     )
 
@@ -136,7 +137,9 @@ def to_one_rank(run: Run, batch: DataProto, *columns: str) -> DataProto:
     """Return the batch for the actor's first rank alone, with the columns that exist."""
     idle = len(run.plan.placement["actor"]) - 1
     return with_columns(batch, *columns).with_meta(
-        assignment=[list(range(len(batch)))] + [[]] * idle, step=run.step
+        assignment=[list(range(len(batch)))] + [[]] * idle,
+        step=run.step,
+        part=batch.meta_info.get("part"),
     )
 
 

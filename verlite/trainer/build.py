@@ -134,7 +134,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
         )
         if found.service:
             check_weights(config, found.service, run_dir, begins.step, run.actor.describe)
-        if config.trainer.mode == "async":
+        if config.trainer.mode != "sync":
             run.groups = open_groups(run, state, found.checkpoint)
         stop.where = lambda: run.where
         if found.checkpoint:

@@ -128,8 +128,8 @@ def position(found: Preflight) -> None:
     config = found.config
     try:
         if found.command == RL:
-            is_async, prompts = config.trainer.mode == "async", config.data.train_batch_size
-            check_state(found.state, is_async, prompts, found.sampler.size)
+            has_groups, prompts = config.trainer.mode != "sync", config.data.train_batch_size
+            check_state(found.state, has_groups, prompts, found.sampler.size)
         found.sampler.load_state_dict(found.state["sampler"])
     except ValueError as error:
         raise ResumeRefused(f"{found.checkpoint.path / STATE}: {error}") from error

@@ -124,7 +124,7 @@ def add_metrics(run: Run, batch: DataProto) -> None:
     run.metrics.setdefault("perf/engine_restarts", 0.0)
     run.stopwatch.end_step()
     run.metrics.update(straggler_metrics(run))
-    if run.groups is not None:
+    if run.groups is not None and run.config.trainer.mode == "async":
         run.metrics.update(async_metrics(run, run.groups, batch))
     tokens = run.metrics["perf/total_num_tokens"]
     response_tokens = float(batch.batch["trained_tokens"].sum())

@@ -1,4 +1,4 @@
-"""The groups of asynchronous training that are drawn and not trained yet.
+"""The groups of asynchronous and pipelined training that are drawn and not trained yet.
 
 A group is a prompt with its samples. Its number is its place in the order in which prompts are
 drawn, from 0. `control.flow` decides what becomes of each; this keeps what it decides about.
@@ -166,12 +166,12 @@ def state_at(step: int, prompts: int) -> dict[str, Any]:
     return {"flow": flow_state_at(step, prompts), "rows": {}, "undrawn": []}
 
 
-def check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) -> None:
+def check_state(state: dict[str, Any], has_groups: bool, prompts: int, size: int) -> None:
     """Check that a run can go on from the groups of a checkpoint.
 
     Args:
         state: the driver's state.
-        is_async: whether the run that resumes has trainer.mode=async.
+        has_groups: whether the run that resumes has trainer.mode=async or pipelined.
         prompts: of one step.
         size: number of rows of the training data.
 
@@ -179,23 +179,23 @@ def check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) 
         ValueError: names the entry, its value, what it must be, and the remedy.
     """
     try:
-        waiting = _check_state(state, is_async, prompts, size)
+        waiting = _check_state(state, has_groups, prompts, size)
     except ValueError as error:
         raise ValueError(
             f"{error}. Resume from another checkpoint (trainer.resume_mode=resume_path), or start "
             "again with trainer.resume_mode=disable"
         ) from None
-    if waiting and not is_async:
+    if waiting and not has_groups:
         raise ValueError(
             f"groups: {waiting} prompts were drawn and are not trained yet, which "
-            "trainer.mode=sync would leave out. Resume with trainer.mode=async"
+            "trainer.mode=sync would leave out. Resume with trainer.mode=async or pipelined"
         )
 
 
-def _check_state(state: dict[str, Any], is_async: bool, prompts: int, size: int) -> int:
+def _check_state(state: dict[str, Any], has_groups: bool, prompts: int, size: int) -> int:
     """See `check_state`. Return how many prompts were drawn and are not trained."""
     step = state["step"]
-    if is_async and state["version"] != step + 1:
+    if has_groups and state["version"] != step + 1:
         raise wrong("version", state["version"], f"step + 1 = {step + 1}")
     if "groups" not in state:
         return 0

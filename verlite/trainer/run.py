@@ -55,6 +55,9 @@ class StepState:
     """Prompts sampled so far in this step. More than a batch if dynamic sampling drops groups."""
     sampler_state: dict[str, int] = field(default_factory=dict)
     """The sampler's position when the step started."""
+    inferred: dict[str, DataProto] = field(default_factory=dict)
+    """By phase, what was computed of the step's rows while others were sampled, in the order of the
+    batch (trainer.mode=pipelined)."""
     first_death: WorkerError | None = None
     """Why the first rollout engine died that was started again in this step."""
 
@@ -101,7 +104,7 @@ class Run:
     detectors: Detectors | None = None
     """Look for signs of trouble after each step."""
     groups: Groups | None = None
-    """With trainer.mode=async: the samples that are not trained yet."""
+    """With trainer.mode=async and pipelined: the samples that are not trained yet."""
 
     # Progress.
     current: StepState = field(default_factory=StepState)

@@ -1,5 +1,6 @@
 """The policy in training: log-probs, advantages, updates, and the weights that others read."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from verlite.workers.advantage import (
     select_loss_tokens,
 )
 from verlite.workers.log_probs import LogProbWorker
-from verlite.workers.training import StepRows
+from verlite.workers.training import StepRows, micro_batching, trained_rows
 
 if TYPE_CHECKING:
     from verlite.engine.export import Part
@@ -151,24 +152,47 @@ class ActorWorker(LogProbWorker):
         tokens = select_loss_tokens(t, self.spec.loss.loss_mode, self.spec.token_selection, seed)
         return DataProto.from_dict({}, {"selected_tokens": ragged(tokens, t["response_length"])})
 
+    @register("all")
+    def drop_gradients(self) -> None:
+        """Forget what `accumulate` has added."""
+        self.engine.drop_gradients()
+
+    @register("split", fetch=False)
+    def accumulate(self, batch: DataProto) -> None:
+        """Add the gradients of some rows of the step's first optimizer step, while the other rows
+        are sampled. `update` then takes it."""
+        self.engine.onload()
+        self.engine.accumulate(
+            trained_rows(StepRows().padded(batch)),
+            micro_batching(self.spec.updates.micro),
+            self.spec.temperature,
+            self._objective,
+            with_entropy=self._needs_entropy(batch),
+        )
+
     @register("split", fetch=False)
     def update(self, batch: DataProto) -> Metrics:
         """Do the step's policy updates; return verl's actor/ metrics, equal on every rank."""
         self.all_rows.clear()
         loss = self.spec.loss
-        measured = "entropy_sums" in batch.batch.keys()
         metrics = self.update_in_mini_batches(
             "actor",
             self.rank_rows.padded(batch),
             self.spec.updates,
             self._objective,
-            with_entropy=self.spec.calculate_entropy or loss.entropy_coeff != 0 or not measured,
+            with_entropy=self._needs_entropy(batch),
+            unit_factor=functools.partial(unit_factor, loss),
         )
         sums = {key: metrics.pop(key) for key in list(metrics) if key.startswith("gap/")}
         metrics |= gap_metrics(sums)
         if loss.use_kl_loss:
             metrics["actor/kl_coef"] = loss.kl_loss_coef
         return metrics
+
+    def _needs_entropy(self, batch: DataProto) -> bool:
+        """Return whether an update measures the entropy, or has it in its loss."""
+        is_measured = "entropy_sums" in batch.batch.keys()
+        return self.spec.calculate_entropy or self.spec.loss.entropy_coeff != 0 or not is_measured
 
     @register("all")
     def describe(self, dtypes: Sequence[str]) -> tuple[str, int, Probe]:
@@ -327,6 +351,19 @@ class ActorWorker(LogProbWorker):
         finally:
             self.engine.offload()
         return None
+
+
+def unit_factor(spec: PolicyLossSpec, counts: "Counts") -> float:
+    """Return what the objective of Counts(1, 1) is multiplied by to be that of `counts`: it is
+    linear in the weights of its tokens."""
+
+    def weight(tokens: int, sequences: int) -> float:
+        token = torch.ones(1, 1)
+        return token_weights(
+            token, spec.loss_agg_mode, tokens=tokens, sequences=sequences, scale=spec.loss_scale
+        ).item()
+
+    return weight(counts.tokens, counts.sequences) / weight(1, 1)
 
 
 def policy_objective(spec: PolicyLossSpec) -> "LossFn":

@@ -28,21 +28,23 @@ if TYPE_CHECKING:
 
 
 class StepRows:
-    """Rows of the current training step.
+    """Rows of the current training step, or of a part of it (trainer.mode=pipelined).
 
     All calls of a step get the same rows, each with the columns that it needs. A column is fetched
     and padded by the first call that needs it, and kept for later calls of the same step.
     """
 
     def __init__(self) -> None:
-        self._step = -1
+        self._source: tuple[int, int | None] | None = None
         self._columns: dict[str, Tensor] = {}
 
     def padded(self, batch: DataProto) -> DataProto:
-        """Return `batch` padded (see `protocol.ragged.padded`); meta_info needs `step`."""
-        if batch.meta_info["step"] != self._step:
+        """Return `batch` padded (see `protocol.ragged.padded`); meta_info needs `step`, and `part`
+        if its rows are not those of the whole step."""
+        source = batch.meta_info["step"], batch.meta_info.get("part")
+        if source != self._source:
             self.clear()
-            self._step = batch.meta_info["step"]
+            self._source = source
         names = [name for name in batch.non_tensor_batch if is_token_column(name)]
         missing = [name for name in names if name not in self._columns]
         if missing:
@@ -52,7 +54,7 @@ class StepRows:
 
     def clear(self) -> None:
         """Free the columns."""
-        self._step = -1
+        self._source = None
         self._columns = {}
 
 
@@ -131,9 +133,7 @@ class TrainingWorker(Worker):
             Means over the steps that have a metric, equal on every rank. The engine's own metrics
             (grad_norm, lr, ...) are prefixed with the role's name.
         """
-        # The engine's micro-batching and the losses read the mask of trained tokens under the name
-        # response_mask. In an update this is loss_mask.
-        rows = batch.with_batch(response_mask=batch.batch["loss_mask"])
+        rows = trained_rows(batch)
         column = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
         mini_batch_index = rows.batch[column]
         dump_dir = Path(self.spec.run_dir, "nonfinite")
@@ -203,6 +203,12 @@ def _has_nvml() -> bool:
         return bool(ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2() == 0)
     except (OSError, AttributeError):
         return False
+
+
+def trained_rows(batch: DataProto) -> DataProto:
+    """Return padded rows as an update reads them: the engine's micro-batching and the losses read
+    the mask of trained tokens, `loss_mask`, under the name response_mask."""
+    return batch.with_batch(response_mask=batch.batch["loss_mask"])
 
 
 def mean_metrics(steps: list[Metrics]) -> Metrics:

@@ -88,12 +88,12 @@ def own_functions(context: Context) -> Iterator[Problem]:
 
 
 def own_engine(context: Context) -> Iterator[Problem]:
-    """The user's own engine has what trainer.mode=async calls. One with a base class may inherit
-    it."""
+    """The user's own engine has what trainer.mode=async and pipelined call. One with a base class
+    may inherit it."""
     key = "actor_rollout_ref.rollout.name"
     value = context.rollout.name
     module, colon, name = value.partition(":")
-    file = module_file(module) if colon and context.is_async and context.ok(key) else None
+    file = module_file(module) if colon and context.overlaps and context.ok(key) else None
     if file is None or file.suffix != ".py":
         return
     for node in _read(file):
@@ -103,8 +103,8 @@ def own_engine(context: Context) -> Iterator[Problem]:
             yield Problem(
                 key,
                 value,
-                "trainer.mode=async asks an engine how many tokens its running requests have, and "
-                f"{name} has no method progress",
+                f"trainer.mode={context.trainer.mode} asks an engine how many tokens its running "
+                f"requests have, and {name} has no method progress",
                 "Add it as in verlite.rollout.batched.Core, or use trainer.mode=sync.",
             )
 

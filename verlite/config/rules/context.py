@@ -89,6 +89,16 @@ class Context:
         return self.trainer.mode == "async"
 
     @property
+    def overlaps(self) -> bool:
+        """The engines sample while other roles compute."""
+        return self.trainer.mode != "sync"
+
+    @property
+    def gradients_wait_for(self) -> str | None:
+        """With trainer.mode=pipelined, see `plan.gradients_wait_for`."""
+        return plan.gradients_wait_for(self.config) if self.trainer.mode == "pipelined" else None
+
+    @property
     def corrects_age(self) -> bool:
         """Rollout correction weights or clips the ratio to the weights that sampled. Its own
         settings are checked elsewhere."""

@@ -69,10 +69,14 @@ NOTES: tuple[tuple[Callable[[Context], Any], str], ...] = (
          and plan.steps_ahead(c.config) == 0),
      "async_training.depth=0: nothing is sampled ahead of the current step, as with "
      "trainer.mode=sync, so async_training.max_age={c.async_training.max_age} has no effect"),
-    (lambda c: (c.is_async and "actor_rollout_ref.rollout.free_cache_engine" in c.user_keys
+    (lambda c: (c.overlaps and "actor_rollout_ref.rollout.free_cache_engine" in c.user_keys
          and c.rollout.free_cache_engine and plan.resolve_device(c.trainer.device) == "cuda"),
-     "actor_rollout_ref.rollout.free_cache_engine=true: the engines of trainer.mode=async do not "
-     "sleep after their first weights, so nothing is freed. Use false"),
+     "actor_rollout_ref.rollout.free_cache_engine=true: the engines of "
+     "trainer.mode={c.trainer.mode} do not sleep after their first weights, so nothing is freed. "
+     "Use false"),
+    (lambda c: c.gradients_wait_for,
+     "trainer.mode=pipelined computes log-probs and values while prompts are sampled, but no "
+     "gradients: with {c.gradients_wait_for} they need all samples of a step"),
     (lambda c: (c.is_async and c.engine == "hf" and c.async_training.partial_rollout
          and c.async_training.kv_cache == "mixed"),
      "async_training.kv_cache=mixed is the same as salted with the engine hf, which reuses no "

@@ -41,23 +41,74 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     Raises:
         LogProbGap: The gap exceeds `rollout.log_prob_gap_limit`, or there is no token to compare.
     """
+    answer = inferred(run, "old_log_prob", batch)
+    if answer is not None:
+        gap = gap_metrics(gap_totals(answer.batch["gap_sums"]))
+        tokens = batch.batch["sampled_tokens"].sum().item()
+        run.metrics.update(gap)
+        check_sample_size(run)
+        run.metrics["actor/entropy"] = answer.batch["entropy_sums"].sum().item() / max(1, tokens)
+        if run.first_step:
+            check_first_step(run, with_columns_of(batch, answer), gap)
+    return with_old_log_probs(run, batch, answer)
+
+
+def with_old_log_probs(run: Run, batch: DataProto, answer: DataProto | None) -> DataProto:
+    """Return the batch with the log-probs that the losses compare with, if they compare with any
+    that are known before the update."""
     if run.plan.correction.bypass_mode:
-        batch = batch.with_non_tensor(old_log_probs=batch.non_tensor_batch["rollout_log_probs"])
-    if not run.plan.needs_old_log_probs and not run.first_step:
-        return batch
-    rows = to_ranks(run, batch, run.log_prob_role, "rollout_log_probs")
-    answer = run.log_prob_worker.log_probs(rows)
-    measured = batch.with_batch(**answer.batch).with_non_tensor(**answer.non_tensor_batch)
-    gap = gap_metrics(gap_totals(answer.batch["gap_sums"]))
-    tokens = batch.batch["sampled_tokens"].sum().item()
-    run.metrics.update(gap)
-    check_sample_size(run)
-    run.metrics["actor/entropy"] = answer.batch["entropy_sums"].sum().item() / max(1, tokens)
-    if run.first_step:
-        check_first_step(run, measured, gap)
-    # Drop them if the plan does not need them; otherwise a resumed run, whose first step is another
+        return batch.with_non_tensor(old_log_probs=batch.non_tensor_batch["rollout_log_probs"])
+    # Without those of the first step's check; otherwise a resumed run, whose first step is another
     # one, would compute different numbers.
-    return measured if run.plan.needs_old_log_probs else batch
+    return with_columns_of(batch, answer if run.plan.needs_old_log_probs else None)
+
+
+def with_columns_of(batch: DataProto, answer: DataProto | None) -> DataProto:
+    """Return the batch with a worker's answer about its rows, if there is one."""
+    if answer is None:
+        return batch
+    return batch.with_batch(**answer.batch).with_non_tensor(**answer.non_tensor_batch)
+
+
+# Passes of models without gradients, over the step's rows or some of them
+
+
+def inferred(run: Run, phase: str, batch: DataProto) -> DataProto | None:
+    """Return the columns of INFERENCE[phase]. With trainer.mode=pipelined they were computed while
+    prompts were sampled."""
+    if phase in run.current.inferred:
+        return run.current.inferred[phase]
+    return INFERENCE[phase](run, batch)
+
+
+def _log_probs(run: Run, batch: DataProto) -> DataProto | None:
+    if not run.plan.needs_old_log_probs and not run.first_step:
+        return None
+    rows = to_ranks(run, batch, run.log_prob_role, "rollout_log_probs")
+    return run.log_prob_worker.log_probs(rows)
+
+
+def _reference_log_probs(run: Run, batch: DataProto) -> DataProto | None:
+    if run.plan.reference_is_actor:
+        rows = to_ranks(run, batch, run.log_prob_role)
+        return run.log_prob_worker.reference_log_probs(rows)
+    if run.service is not None:
+        rows = to_ranks(run, batch, run.log_prob_role)
+        rows.meta_info["reference"] = run.service.model
+        return run.log_prob_worker.remote_reference_log_probs(rows)
+    if run.reference is None:
+        return None
+    return run.reference.log_probs(to_ranks(run, batch, "ref"))
+
+
+def _values(run: Run, batch: DataProto) -> DataProto | None:
+    if run.critic is None:
+        return None
+    return run.critic.values(to_ranks(run, batch, "critic"))
+
+
+INFERENCE = {"old_log_prob": _log_probs, "ref": _reference_log_probs, "values": _values}
+"""By phase, the pass that answers about a batch's rows. None: the run does not need it."""
 
 
 @stage("adv")
@@ -94,24 +145,13 @@ def reference_log_probs(run: Run, batch: DataProto) -> DataProto:
     With LoRA the policy without its adapters is the reference. With ref.url a service computes
     them; the workers send it the tokens, which the driver does not have.
     """
-    if run.plan.reference_is_actor:
-        rows = to_ranks(run, batch, run.log_prob_role)
-        return batch.union(run.log_prob_worker.reference_log_probs(rows))
-    if run.service is not None:
-        rows = to_ranks(run, batch, run.log_prob_role)
-        rows.meta_info["reference"] = run.service.model
-        return batch.union(run.log_prob_worker.remote_reference_log_probs(rows))
-    if run.reference is None:
-        return batch
-    return batch.union(run.reference.log_probs(to_ranks(run, batch, "ref")))
+    return with_columns_of(batch, inferred(run, "ref", batch))
 
 
 @stage("values")
 def values(run: Run, batch: DataProto) -> DataProto:
     """Add the critic's values, if the estimator uses them."""
-    if run.critic is None:
-        return batch
-    return batch.union(run.critic.values(to_ranks(run, batch, "critic")))
+    return with_columns_of(batch, inferred(run, "values", batch))
 
 
 @stage("adv")
@@ -121,13 +161,7 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
     Outcome estimators need one number per row. They run here, and advantages and returns are
     [B, 1]. Other estimators need all tokens of the step and run on one rank of the actor.
     """
-    if by_row(run.advantage):
-        batch, metrics = advantages_by_row(run, batch)
-    else:
-        rows = to_one_rank(run, batch, *_ESTIMATOR_FIELDS)
-        answer = run.actor.advantages(rows, run.kl.value)
-        metrics = answer.meta_info["stage_metrics"]
-        batch = batch.with_batch(**answer.batch).with_non_tensor(**answer.non_tensor_batch)
+    batch, metrics = with_advantages(run, batch)
     run.metrics.update(metrics)
     if REWARD_KL in metrics:
         run.kl.update(metrics[REWARD_KL], len(batch))
@@ -136,6 +170,15 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
     columns = ("response_mask", "loss_mask", "old_log_probs", "advantages")
     seed = seeds(run.config.actor_rollout_ref.actor.data_loader_seed, run.step, 0, 1)[0]
     return batch.union(run.actor.select_tokens(to_one_rank(run, batch, *columns), seed))
+
+
+def with_advantages(run: Run, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    """Add rewards, advantages and returns; and return metrics of them."""
+    if by_row(run.advantage):
+        return advantages_by_row(run, batch)
+    rows = to_one_rank(run, batch, *_ESTIMATOR_FIELDS)
+    answer = run.actor.advantages(rows, run.kl.value)
+    return with_columns_of(batch, answer), answer.meta_info["stage_metrics"]
 
 
 def advantages_by_row(run: Run, batch: DataProto) -> tuple[DataProto, dict[str, float]]:

@@ -1,10 +1,12 @@
-"""The rollout phase of asynchronous training: engines sample groups while others are trained.
+"""The rollout phase of asynchronous and pipelined training: engines sample groups while others are
+trained.
 
 `control.flow` decides which groups are drawn, started and trained; these functions do it.
 """
 
 import functools
 import statistics
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -50,10 +52,11 @@ def open_groups(run: Run, state: dict[str, Any], checkpoint: Checkpoint | None =
     checkpoint: the one that the state is of.
     """
     settings, plan = run.config.async_training, run.plan
+    is_async = run.config.trainer.mode == "async"
     flow = Flow(
         groups_per_step=plan.prompts,
-        bound=settings.max_age,
-        depth=steps_ahead(run.config),
+        bound=settings.max_age if is_async else 0,
+        depth=steps_ahead(run.config) if is_async else 0,
         engines=plan.engines,
         swaps=settings.partial_rollout,
         total_steps=run.total_steps,
@@ -83,34 +86,54 @@ def first_weights(run: Run) -> None:
 
 
 def finished_groups(run: Run) -> DataProto:
-    """Return the samples of the step's groups, scored. After an outage of a service they are
-    sampled again.
+    """Return the samples of the step's groups, scored. See `scored_groups`."""
+    begin_step(run)
+    counts = _groups(run).flow.counts()
+    run.metrics["async/ready"] = float(counts[State.READY])
+    run.metrics["async/running"] = float(counts[State.RUNNING])
+    run.metrics["async/depth"] = len(_groups(run).flow.groups) / run.plan.prompts - 1
+    return scored_groups(run)
+
+
+def scored_groups(run: Run, meanwhile: Callable[[], None] = lambda: None) -> DataProto:
+    """Wait until the groups of the step are finished, and return their samples, scored. After an
+    outage of a service they are sampled again.
+
+    Args:
+        meanwhile: called after each wait for groups, also after the last.
 
     Raises:
         RolloutFailures, RewardFailures: too many samples failed (`rollout.max_error_rate`,
             `reward.max_error_rate`).
     """
     groups = _groups(run)
-    wait_for_groups(run)
+    wait_for_groups(run, meanwhile)
     while waits_for_services(run) and wait_for_services(run, groups.samples(groups.in_step)):
         groups.again()
-        wait_for_groups(run)
+        wait_for_groups(run, meanwhile)
     return score(run, check_failed_samples(run, groups.samples(groups.in_step)))
 
 
 @stage("gen")
-def wait_for_groups(run: Run) -> None:
-    """Wait until the groups of the step are finished. Meanwhile start those that may start."""
-    groups = _groups(run)
+def begin_step(run: Run) -> None:
+    """Start the groups that may start now."""
     collect(run, 0.0)
     start_groups(run)
-    counts = groups.flow.counts()
-    run.metrics["async/ready"] = float(counts[State.READY])
-    run.metrics["async/running"] = float(counts[State.RUNNING])
-    run.metrics["async/depth"] = len(groups.flow.groups) / run.plan.prompts - 1
+
+
+@stage("gen")
+def wait_for_some(run: Run) -> None:
+    """Start the groups that may start now, and wait a while for finished ones."""
+    start_groups(run)
+    collect(run)
+
+
+def wait_for_groups(run: Run, meanwhile: Callable[[], None]) -> None:
+    """Wait until the groups of the step are finished. Meanwhile start those that may start."""
+    groups = _groups(run)
     while (numbers := groups.flow.choose()) is None:
-        collect(run)
-        start_groups(run)
+        wait_for_some(run)
+        meanwhile()
     groups.in_step = numbers
     if groups.judged:
         scores, kept = zip(*groups.judged, strict=True)
@@ -217,9 +240,9 @@ def sync_running_engines(run: Run) -> None:
         return
     sync_weights(run)
     groups.flow.published()
-    # With max_age=0 nothing may start before the step has ended, so that the engines compute the
+    # With bound 0 nothing may start before the step has ended, so that the engines compute the
     # same batches as with trainer.mode=sync.
-    if run.config.async_training.max_age and not _is_stopping(run):
+    if _groups(run).flow.bound and not _is_stopping(run):
         with suppress(StepAborted):
             start_groups(run)
 

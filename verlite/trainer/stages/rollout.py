@@ -138,8 +138,7 @@ def score(run: Run, batch: DataProto) -> DataProto:
     """
     if run.groups is None:  # otherwise nothing has waited for them
         run.stopwatch.seconds["reward"] += batch.batch["reward_seconds"].max().item()
-    if "gdpo_rewards" in catalog.measured(run.config.algorithm.adv_estimator):
-        batch = with_gdpo_rewards(batch, run.config.algorithm.gdpo_reward_keys or [])
+    batch = with_reward_parts(run, batch)
     limit = run.config.reward.max_error_rate
     failed = failed_rows(batch)
     rate = len(failed) / max(1, int((batch.non_tensor_batch["status"] != Status.ERROR).sum()))
@@ -151,7 +150,19 @@ def score(run: Run, batch: DataProto) -> DataProto:
             "reward are then left out of the update."
         )
     warn_of_new_kinds(run, batch)
-    batch = shape_rewards(run, batch).with_meta(reward_error_rate=rate)
+    return trained_samples(run, batch).with_meta(reward_error_rate=rate)
+
+
+def with_reward_parts(run: Run, batch: DataProto) -> DataProto:
+    """Add `gdpo_rewards`, if the estimator compares parts of the reward."""
+    if "gdpo_rewards" not in catalog.measured(run.config.algorithm.adv_estimator):
+        return batch
+    return with_gdpo_rewards(batch, run.config.algorithm.gdpo_reward_keys or [])
+
+
+def trained_samples(run: Run, batch: DataProto) -> DataProto:
+    """Return the samples that are trained, with `scores` and, for ReMax, `reward_baselines`."""
+    batch = shape_rewards(run, batch)
     greedy = torch.tensor([s.temperature == 0 for s in batch.non_tensor_batch["sampling"]])
     if not greedy.any():
         return batch

@@ -1,5 +1,7 @@
 """The update phase: mini-batches, critic update, actor update."""
 
+from verlite.controller.supervise import Future
+from verlite.controller.worker_group import submit
 from verlite.protocol.data import DataProto
 from verlite.trainer.batch import mini_batch_indices, to_ranks
 from verlite.trainer.log_prob_gap import check_sample_size
@@ -27,6 +29,11 @@ def assign_mini_batches(run: Run, batch: DataProto) -> DataProto:
         return batch
     critic_index = mini_batch_indices(uids, run.plan.critic, [*seed, 1])
     return batch.with_batch(critic_mini_batch_index=critic_index)
+
+
+def accumulate(run: Run, rows: DataProto) -> Future[list[None]]:
+    """Begin to add the gradients of rows of the first mini-batch (trainer.mode=pipelined)."""
+    return submit(run.actor.accumulate, to_ranks(run, rows, "actor", *_LOSS_FIELDS))
 
 
 @stage("update_critic")
