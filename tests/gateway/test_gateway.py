@@ -15,6 +15,7 @@ from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
 from verlite.gateway.agents import as_trajectory
 from verlite.gateway.conversation import Root, State
+from verlite.gateway.openai import read_chat
 from verlite.rollout.batched import build_engine
 from verlite.rollout.trajectory import Request, run_trajectory
 from verlite.rollout.types import EngineDied, Sampling, with_seed
@@ -567,6 +568,15 @@ def test_what_cannot_be_answered_is_refused(path, body, text):
     response, record = asyncio.run(talk())
     assert response.status_code == 400 and text in response.json()["error"]["message"]
     assert not record.nodes
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '{"x": 1}', {"x": 1}])
+def test_arguments_of_calls_become_objects_where_they_can_be_read(arguments):
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    asked = read_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    (found,) = asked.messages[0]["tool_calls"]
+    expected = {"x": 1} if "x" in arguments else arguments
+    assert found["function"] == {"name": "f", "arguments": expected}
 
 
 def test_a_tokenizer_without_template_is_refused_with_the_key():

@@ -34,6 +34,7 @@ from verlite.trainer.samples import as_jsonl
 from verlite.trainer.stages import advantage
 from verlite.trainer.stages.advantage import advantages, loss_mask
 from verlite.trainer.stages.rollout import (
+    REQUEST_FIELDS,
     generate,
     sample_responses,
     score,
@@ -343,7 +344,7 @@ def test_after_an_outage_the_same_samples_are_generated_again():
     )
     assert [sleeps for _, sleeps in run.rollout.calls] == [False, False]
     assert run.rollout.slept == 1, "engines sleep once, after the last generation"
-    assert set(first) == {"prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"}
+    assert set(first) == set(REQUEST_FIELDS)
 
 
 def test_without_tools_or_wait_time_there_is_one_generation():

@@ -198,7 +198,7 @@ def _call(call: Any, where: str) -> Json:
     arguments = function.get("arguments")
     try:  # chat templates expect an object
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         read = arguments
     return {
         "id": call.get("id"),
