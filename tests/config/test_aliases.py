@@ -147,6 +147,7 @@ def test_verls_asynchronous_trainer(material):
         f"{v1}sampler.custom_sampler.name=Mine": "every prompt is trained once",
         f"{v1}sampler.sync_refill_failed_groups=true": "max_error_rate",
         f"{v1}separate_async.hybrid_rollout.enable_switch=true": "cluster.component_placement",
+        "actor_rollout_ref.hybrid_engine=false": "cluster.component_placement; trainer.mode=async",
         f"{v1}separate_async.parameter_sync_step=4": "as many times ppo_mini_batch_size",
         f"{v1}separate_async.parameter_sync_step=8": "as many times ppo_mini_batch_size",
     }
