@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
@@ -90,6 +91,22 @@ def test_a_model_and_data_are_known_by_their_contents_not_by_their_place(materia
     model.path = "owner/name"  # not a folder: nothing to compare
     with pytest.raises(RunRefused, match="model.path"):
         refuse_changed_settings(config, saved)
+
+
+def test_code_of_a_model_counts_if_it_is_run(material, tmp_path):
+    config = material.load().config
+    model = config.actor_rollout_ref.model
+    here = shutil.copytree(model.path, tmp_path / "here")
+    model.path = str(here)
+    for runs in (False, True):
+        model.trust_remote_code = runs
+        (here / "modeling_own.py").write_text("A = 1\n")
+        begin_run()
+        saved = critical_settings(config)
+        (here / "modeling_own.py").write_text("A = 2\n")
+        begin_run()
+        with pytest.raises(RunRefused, match="modeling_own.py") if runs else nullcontext():
+            refuse_changed_settings(config, saved)
 
 
 @pytest.mark.parametrize(

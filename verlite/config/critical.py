@@ -81,20 +81,25 @@ def model_settings(model: ModelConfig, section: str) -> dict[str, Any]:
     """Return the settings of a section `model` that change results, with the folders' contents."""
     return {
         **{f"{section}.{name}": getattr(model, name) for name in (*FOLDERS, *LORA)},
-        **{name: model_contents(getattr(model, key), key) for key, name in FOLDERS.items()},
+        **{
+            name: model_contents(getattr(model, key), key, model.trust_remote_code)
+            for key, name in FOLDERS.items()
+        },
     }
 
 
-def model_contents(path: str | None, key: str = "path") -> dict[str, str]:
+def model_contents(path: str | None, key: str = "path", code: bool = False) -> dict[str, str]:
     """Return the first digits of a SHA-256 of each file of a model folder that changes results.
 
-    Of a file of weights, its size and SAMPLE_BYTES at eight places count, the first of which has
-    the names and shapes of a safetensors file. {} for a model from the hub, and without a path.
+    With `code` its Python files count, which are then run. Of a file of weights, its size and
+    SAMPLE_BYTES at eight places count, the first of which has the names and shapes of a safetensors
+    file. {} for a model from the hub, and without a path.
     """
     if path is None:
         return {}
     folder = Path(path).expanduser()
     whole, weights = FILES[key]
+    whole += ("*.py",) * code
     files = {file: False for pattern in whole for file in folder.glob(pattern)}
     files |= {file: True for pattern in weights for file in folder.glob(pattern)}
     return {
