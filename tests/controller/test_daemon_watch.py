@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.controller.conftest import within
+from verlite.control import limits
 from verlite.controller import cluster as cluster_module
-from verlite.controller import guardian, node, node_watch, ray_internals
+from verlite.controller import guardian, node, ray_internals
 from verlite.controller.cluster import Cluster, bounded
 from verlite.controller.failures import RayLost
 from verlite.controller.node_watch import Daemon, DaemonWatch
@@ -31,8 +32,8 @@ def sleeper():
 @pytest.fixture
 def watch(sleeper, tmp_path, monkeypatch):
     """Return (watch of the sleeper, errors that the main thread did not raise in time)."""
-    monkeypatch.setattr(node_watch, "POLL_S", 0.05)
-    monkeypatch.setattr(node_watch, "REACT_S", 0.3)
+    monkeypatch.setattr(limits, "DAEMONS_EVERY_S", 0.05)
+    monkeypatch.setattr(limits, "REACT_S", 0.3)
     log = tmp_path / "raylet.out"
     log.write_text("first\nthe disk is on fire\n")
     daemon = Daemon("raylet", node.process(sleeper.pid), (str(tmp_path / "none"), str(log)))
@@ -78,8 +79,8 @@ def test_a_main_thread_that_hangs_is_reported_by_the_watch(watch, sleeper):
 
 def test_a_watch_without_free_file_descriptors_goes_on(sleeper, monkeypatch):
     """A process whose state cannot be read is not lost, and polls go on."""
-    monkeypatch.setattr(node_watch, "POLL_S", 0.02)
-    monkeypatch.setattr(node_watch, "FIND_POLLS", 1)
+    monkeypatch.setattr(limits, "DAEMONS_EVERY_S", 0.02)
+    monkeypatch.setattr(limits, "FIND_LOOKS", 1)
     daemon = Daemon("raylet", node.process(sleeper.pid))
     polls = []
 
@@ -124,7 +125,7 @@ def test_a_lost_guardian_is_replaced(number):
         watched = node.process(first.pid)
         ends = ("dead", "gone", "stopped by a signal")
         assert within(60, lambda: node.process_state(watched) in ends)
-        for _ in range(node_watch.FROZEN_POLLS):
+        for _ in range(limits.FROZEN_LOOKS):
             cluster._check_guardian(mark, None, warnings.append)
         assert cluster._guardian is not first and cluster._guardian.poll() is None
         assert len(warnings) == 1 and f"(guardian, process {first.pid})" in warnings[0]

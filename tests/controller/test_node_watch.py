@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.controller.conftest import within
+from verlite.control import limits
 from verlite.controller import node_watch
 from verlite.controller.failures import NodeLost, node_lost
 from verlite.controller.node_watch import NodeWatch, Watched
@@ -15,7 +16,7 @@ from verlite.controller.worker_handle import WorkerHandle
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(node_watch, "PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(limits, "PROBE_EVERY_S", 0.02)
 
 
 def test_a_node_is_lost_after_several_failures_in_a_row(monkeypatch):

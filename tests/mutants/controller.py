@@ -276,8 +276,8 @@ MUTANTS = [
     ),
     Mutant(
         "a guardian may stay stopped",
-        "verlite.controller.cluster:FROZEN_POLLS",
-        constant(10**6),
+        "verlite.control.watch:InARow.look",
+        returns(0),
         DAEMON,
     ),
     Mutant(

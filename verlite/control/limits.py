@@ -72,3 +72,19 @@ SLOW_S = 1.0
 least SLOW_S seconds longer."""
 SLOW_CALLS = 3
 """A straggler is the slow rank of that many calls of a method in a row."""
+
+PROBE_EVERY_S = 3.0
+PROBE_TIMEOUT_S = 5.0
+LOST_PROBES = 4
+"""A node is lost after this many failed probes in a row: after 12 s if the connection is refused,
+after 32 s if nothing answers."""
+DAEMONS_EVERY_S = 1.0
+"""How often the processes of Ray on this machine and the guardian are looked at."""
+FROZEN_LOOKS = 8
+"""Such a process that is stopped in so many looks in a row is taken for lost."""
+FIND_LOOKS = 10
+FIND_UNTIL = 60
+"""Daemons are looked for every FIND_LOOKS looks, FIND_UNTIL looks long: one may start others."""
+REACT_S = 3.0
+"""How long the main thread has to raise the error of a lost daemon. It may hang in a call into
+Ray."""

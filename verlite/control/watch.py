@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -274,6 +274,19 @@ class Watch:
         """Forget how long calls of a role have paused: a new process does everything for the first
         time."""
         self._pauses = {key: pause for key, pause in self._pauses.items() if key[0] != role}
+
+
+class InARow:
+    """Counts what happens in a row. Looks are counted, not seconds: a driver that is suspended, as
+    by Ctrl-Z together with what it looks at, makes none."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, int] = {}
+
+    def look(self, what: Hashable, happens: bool) -> int:
+        """Return how often it has happened in a row, with this look."""
+        self._counts[what] = self._counts.get(what, 0) + 1 if happens else 0
+        return self._counts[what]
 
 
 def meet(ranks: Sequence[Rank]) -> bool:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from verlite.control import limits
+from verlite.control.watch import InARow
 from verlite.controller import guardian, head, leftovers, node, ray_internals, ray_node
 from verlite.controller.failures import RayLost
 from verlite.controller.heartbeat import Receiver
-from verlite.controller.node_watch import FROZEN_POLLS, Daemon, DaemonWatch
+from verlite.controller.node_watch import Daemon, DaemonWatch
 from verlite.controller.rank_watch import RankWatch
 from verlite.controller.ray_internals import set_environment
 from verlite.controller.supervise import Supervisor
@@ -76,7 +77,7 @@ class Cluster:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     py_executable: str | None = None
     _guardian: "subprocess.Popen[bytes] | None" = None
-    _guardian_stopped: int = 0
+    _guardian_stops: InARow = field(default_factory=InARow)
     _watch: DaemonWatch | None = None
     _environment_before: dict[str, str | None] = field(default_factory=dict)
 
@@ -134,18 +135,14 @@ class Cluster:
         if self._guardian is None:
             return
         state = node.process_state(node.process(self._guardian.pid))
+        looks = self._guardian_stops.look(self._guardian.pid, state == "stopped by a signal")
         if state in ("gone", "dead"):
             what = "has ended"
-        elif state == "stopped by a signal":
-            self._guardian_stopped += 1
-            if self._guardian_stopped < FROZEN_POLLS:
-                return
+        elif looks >= limits.FROZEN_LOOKS:
             what = "was stopped by a signal (SIGSTOP)"
         else:
-            self._guardian_stopped = 0
             return
         before, self._guardian = self._guardian, guardian.start(mark, folder)
-        self._guardian_stopped = 0
         warn(
             f"the process that cleans up after this run (guardian, process {before.pid}) {what}: a "
             "new one was started"

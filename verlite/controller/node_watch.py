@@ -16,14 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
+from verlite.control import limits
+from verlite.control.watch import InARow
 from verlite.controller.failures import RayLost, indent
 from verlite.controller.node import Process, full_disks, process_state, tail
 
-PROBE_EVERY_S = 3.0
-PROBE_TIMEOUT_S = 5.0
-MAX_FAILURES = 4
-"""A node is lost after this many failed probes in a row: after 12 s if the connection is refused,
-after 32 s if nothing answers. Probes are counted, not seconds: a suspended driver sends none."""
 MAX_THREADS = 32
 
 
@@ -51,7 +48,8 @@ class NodeWatch:
 
     def __init__(self, watched: list[Watched]) -> None:
         self.lost: dict[Watched, str] = {}
-        self._failures = dict.fromkeys(watched, 0)
+        self._watched = watched
+        self._failures = InARow()
         self._stopped = threading.Event()
         if watched:
             threading.Thread(target=self._run, name="nodes", daemon=True).start()
@@ -61,19 +59,17 @@ class NodeWatch:
         self._stopped.set()
 
     def _run(self) -> None:
-        with ThreadPoolExecutor(min(len(self._failures), MAX_THREADS)) as pool:
-            while not self._stopped.wait(PROBE_EVERY_S):
-                watched = list(self._failures)
-                for one, error in zip(watched, pool.map(probe, watched), strict=True):
-                    self._failures[one] = self._failures[one] + 1 if error else 0
-                    if self._failures[one] >= MAX_FAILURES:
+        with ThreadPoolExecutor(min(len(self._watched), MAX_THREADS)) as pool:
+            while not self._stopped.wait(limits.PROBE_EVERY_S):
+                for one, error in zip(self._watched, pool.map(probe, self._watched), strict=True):
+                    if self._failures.look(one, bool(error)) >= limits.LOST_PROBES:
                         self.lost.setdefault(one, error)
 
 
 def probe(watched: Watched) -> str:
     """Return why Ray cannot be reached there, "" if it can."""
     try:
-        socket.create_connection(watched.address, timeout=PROBE_TIMEOUT_S).close()
+        socket.create_connection(watched.address, timeout=limits.PROBE_TIMEOUT_S).close()
         return ""
     except OSError as error:
         return error.strerror or str(error)
@@ -81,15 +77,6 @@ def probe(watched: Watched) -> str:
         return str(error)
 
 
-POLL_S = 1.0
-FROZEN_POLLS = 8
-"""A process that is stopped in so many polls in a row is taken for lost. Polls are counted, not
-seconds: a driver that is stopped together with its daemons (Ctrl-Z) makes none."""
-FIND_POLLS = 10
-FIND_UNTIL = 60
-"""Daemons are looked for every FIND_POLLS polls, FIND_UNTIL polls long: one may start others."""
-REACT_S = 3.0
-"""How long the main thread has to raise the error. It may hang in a call into Ray."""
 LOG_LINES = 5
 READ_LINES = 400
 
@@ -113,7 +100,7 @@ class DaemonWatch:
 
     Args:
         find: returns Ray's daemons.
-        on_lost: called with the error if the main thread has not raised it within REACT_S.
+        on_lost: called with the error if the main thread has not raised it within limits.REACT_S.
         others: called at each poll, for other processes that need a look.
 
     Attributes:
@@ -133,7 +120,7 @@ class DaemonWatch:
         self._on_lost = on_lost
         self._others = others
         self._known: dict[Process, Daemon] = {}
-        self._stopped_polls: dict[Process, int] = {}
+        self._stopped = InARow()
         self._ended = threading.Event()
         self._looking = threading.Lock()
         self._add(find())
@@ -153,10 +140,10 @@ class DaemonWatch:
 
     def _run(self) -> None:
         polls = 0
-        while not self._ended.wait(POLL_S):
+        while not self._ended.wait(limits.DAEMONS_EVERY_S):
             # Without free file descriptors or memory a poll fails. A later one may not.
             with suppress(OSError, MemoryError):
-                if polls % FIND_POLLS == 0 and polls < FIND_UNTIL:
+                if polls % limits.FIND_LOOKS == 0 and polls < limits.FIND_UNTIL:
                     self._add(self._find())
             polls += 1
             with suppress(OSError, MemoryError):
@@ -165,7 +152,7 @@ class DaemonWatch:
                 with suppress(OSError, MemoryError):
                     self._look(counts=True)
                 continue
-            if not self._ended.wait(REACT_S) and not self.raised:
+            if not self._ended.wait(limits.REACT_S) and not self.raised:
                 self._on_lost(self.lost)
             return
 
@@ -182,11 +169,8 @@ class DaemonWatch:
                 if state in ("gone", "dead"):
                     self.lost = lost(daemon, "has ended")
                     return
-                if counts:
-                    polls = self._stopped_polls.get(daemon.process, 0) + 1
-                    stopped = state == "stopped by a signal"
-                    self._stopped_polls[daemon.process] = polls if stopped else 0
-                if self._stopped_polls.get(daemon.process, 0) >= FROZEN_POLLS:
+                is_stopped = state == "stopped by a signal"
+                if counts and self._stopped.look(daemon.process, is_stopped) >= limits.FROZEN_LOOKS:
                     self.lost = lost(daemon, "is stopped by a signal (SIGSTOP)")
                     return
 
