@@ -103,9 +103,9 @@ def check_sample_size(run: Run) -> None:
     if run.groups is None or size is None or floor is None or size >= floor:
         return
     raise FewEffectiveSamples(
-        f"the effective sample size of step {run.step} is {size:.3g} of its "
+        f"the effective sample size of step {run.step} is {size:.6g} of its "
         f"{'samples' if level == 'seq' else 'tokens'}, less than "
-        f"async_training.min_eff_sample_size={floor:g}: the weights that sampled (up to "
+        f"async_training.min_eff_sample_size={floor}: the weights that sampled (up to "
         f"async_training.max_age={settings.max_age} versions older) and those that train differ so "
         "much that few tokens decide the update. Lower async_training.max_age, "
         "actor_rollout_ref.actor.optim.lr or the number of updates per step. "
