@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.asynchronous.curves import AGES
 from recipes.gdpo.reward import compute_score
 from recipes.methods.curves import METHODS, task_settings
 from tests.models import tiny_model
@@ -57,6 +58,16 @@ def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given, monkeyp
     loaded = compose(method, [*on_task, *given, "trainer.test_freq=-1", *METHODS[method]])
     assert loaded.config.actor_rollout_ref.rollout.n == 8
     assert make_plan(loaded.config).batch_size == 512
+
+
+def test_the_asynchronous_quickstart_is_valid(given, monkeypatch):
+    monkeypatch.chdir(TOP)
+    for age in AGES:
+        ages = [f"async_training.max_age={age}", f"async_training.depth={age}"]
+        loaded = compose("quickstart_async", [*given, *ages, "trainer.test_freq=-1"])
+        plan = make_plan(loaded.config)
+        assert loaded.config.trainer.mode == "async" and plan.engines == 1
+        assert set(plan.placement["rollout"]).isdisjoint(plan.placement["actor"])
 
 
 EXPECTED = {
