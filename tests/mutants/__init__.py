@@ -25,6 +25,7 @@ PACKAGES = (
     "services",
     "engine",
     "rollout",
+    "gateway",
     "controller",
     "workers",
     "trainer",

@@ -1,0 +1,110 @@
+"""Mutants of verlite.gateway: conversations that are merged, encoded again, or trained wrongly."""
+
+import dataclasses
+
+from tests.mutants import Mutant
+from tests.mutants.patches import calls, returns
+
+RECORD = "verlite.gateway.conversation:"
+GATEWAY = "verlite.gateway.server:"
+OPENAI = "verlite.gateway.openai:"
+AGENTS = "verlite.gateway.agents:"
+CHAT = "verlite.envs.chat:"
+GRAPH = ("tests/gateway/test_conversation.py",)
+SERVER = ("tests/gateway/test_gateway.py",)
+PROGRAMS = ("tests/gateway/test_agents.py::test_a_program_that_fails_is_an_unscored_sample",)
+
+
+def _first_candidate(original, self, messages):
+    found = original(self, messages)
+    if found.candidates < 2:
+        return found
+    answered = [node for node in self.nodes if node.state == "answered"]
+    return dataclasses.replace(found, parent=answered[0], candidates=1)
+
+
+def _aborted_as_answered(original, self, node):
+    self.answer(node, [], [], [], "stop", ())
+
+
+def _rendered_again(original, self, record, asked):
+    match, given, rewritten = original(self, record, asked)
+    if match.parent is None or rewritten:
+        return match, given, rewritten
+    return match, record.nodes and self._engine.tokenizer.encode("again"), rewritten
+
+
+def _same_seed(original, sampling, turn):
+    return sampling
+
+
+def _failed_is_zero(original, session, prompt_ids):
+    trajectory = original(session, prompt_ids)
+    trajectory.fail = lambda error: None
+    return trajectory
+
+
+MUTANTS = [
+    Mutant(
+        "identical siblings are merged",
+        RECORD + "Session.match",
+        calls(_first_candidate),
+        GRAPH,
+    ),
+    Mutant(
+        "an aborted request counts as answered",
+        RECORD + "Session.abort",
+        calls(_aborted_as_answered),
+        GRAPH,
+    ),
+    Mutant(
+        "the first branch is trained",
+        RECORD + "Session.longest",
+        calls(
+            lambda original, self: min(self.leaves(), key=lambda leaf: leaf.number, default=None)
+        ),
+        GRAPH,
+    ),
+    Mutant(
+        "the end of a turn is given although the model wrote it",
+        CHAT + "Chat.has_ended",
+        returns(False),
+        SERVER,
+    ),
+    Mutant(
+        "special tokens of messages are special",
+        CHAT + "Chat.has_special",
+        returns(False),
+        SERVER,
+    ),
+    Mutant(
+        "new messages are encoded without the template",
+        GATEWAY + "Gateway._encode",
+        calls(_rendered_again),
+        SERVER,
+    ),
+    Mutant(
+        "all requests of a session have one seed",
+        GATEWAY + "with_seed",
+        calls(_same_seed),
+        SERVER,
+    ),
+    Mutant(
+        "calls of equal answers have equal ids",
+        OPENAI + "_calls",
+        calls(lambda original, texts, number: original(texts, 0)),
+        SERVER,
+    ),
+    Mutant(
+        "a program that fails is a sample without error",
+        AGENTS + "as_trajectory",
+        calls(_failed_is_zero),
+        PROGRAMS,
+    ),
+    Mutant(
+        "the last line that is not a score is 0",
+        "verlite.gateway.agents:score_of",
+        calls(lambda original, line: original("0")),
+        PROGRAMS,
+    ),
+]
