@@ -162,6 +162,9 @@ def test_pipelined_passes_begin_when_a_prompt_is_finished():
     found = simulate(lengths(1, 2, 3, then=1), costs, settings, 2)
     assert step_s(found) == [14.5, 1.0 + 3 * 2.0 + 1.5]
     assert found.steps[0].age_max == 0.0
+    # With two updates half of the passes end at 2, 4 and 7, and the others take 6 s after them.
+    two = simulate(lengths(1, 2, 3, then=1), costs, replace(settings, updates=2), 1)
+    assert step_s(two) == [7.0 + 6.0 + 1.5]
     summed = simulate(lengths(1, 2, 3, then=1), costs, replace(settings, mode="sync"), 2)
     assert step_s(summed) == [3.0 + 12.0 + 1.5, 8.5]
 

@@ -21,7 +21,7 @@ from verlite.control.flow import Flow
 
 MODES = ("sync", "pipelined", "async")
 """Of trainer.mode. pipelined: within a step, the trainer's passes over a prompt's samples begin as
-soon as these are finished, while the engines sample others."""
+soon as these are finished, while the engines sample others. Those of later updates do not."""
 WARM_UP = 2
 """Steps at the start that a summary leaves out, or as many as the depth if that is more."""
 
@@ -111,6 +111,7 @@ class Settings:
         trainer_devices: devices that train.
         devices: all devices of the run, for the throughput of one.
         max_num_seqs: samples that an engine runs at once; others wait in its queue.
+        updates: optimizer steps of a step, each over an equal part of it.
     """
 
     mode: str
@@ -119,6 +120,7 @@ class Settings:
     trainer_devices: int
     devices: int
     max_num_seqs: int = 1024
+    updates: int = 1
     max_age: int = 1
     depth: int = 1
     partial_rollout: bool = True
@@ -127,7 +129,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"trainer.mode={self.mode} is not one of {', '.join(MODES)}")
-        for name in ("prompts", "engines", "trainer_devices", "devices", "max_num_seqs"):
+        for name in ("prompts", "engines", "trainer_devices", "devices", "max_num_seqs", "updates"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
 
@@ -402,7 +404,7 @@ class _Run:
         self.scored: list[int] = []
         """Prompts that are finished, and that the driver has not collected."""
         self.passed_at = 0.0
-        """With mode=pipelined: when the trainer's passes over all finished samples end."""
+        """With mode=pipelined: when the passes of the first update over finished samples end."""
         self.work: list[tuple[Sample, Work]] = []
         self.now = 0.0
         self.coming: list[tuple[float, int, Callable[..., None], Any, int]] = []
@@ -428,10 +430,11 @@ class _Run:
         tokens = sum(sample.sample.tokens for sample in samples)
         ages = self._ages(samples)
         update_s = self.costs.update_s + self._passes_s(samples)
+        early_s = 0.0
         if self.settings.mode == "pipelined":
-            self._pass(max(0.0, self.passed_at - self.now) + self.costs.update_s)
-        else:
-            self._pass(update_s)
+            early_s = self._passes_s(samples) / self.settings.updates
+            self._pass(self.passed_at - self.now)
+        self._pass(update_s - early_s)
         flow.trained(numbers)
         updated = self.now
         self._collect()
@@ -547,8 +550,8 @@ class _Run:
 
     def _is_scored(self, number: int, stamp: int) -> None:
         self.scored.append(number)
-        passes_s = self._passes_s(self.groups[number].samples)
-        self.passed_at = max(self.passed_at, self.now) + passes_s
+        early_s = self._passes_s(self.groups[number].samples) / self.settings.updates
+        self.passed_at = max(self.passed_at, self.now) + early_s
 
     def _passes_s(self, samples: Sequence[_Running]) -> float:
         """Return the seconds of the trainer's passes over samples."""
