@@ -115,8 +115,8 @@ def output(command: Sequence[str]) -> str:
 def name_of(simulated: Mapping[str, Any]) -> str:
     """Return the name in MODES of a row of `verlite simulate`."""
     settings = simulated["settings"]
-    if settings["mode"] == "sync":
-        return "sync"
+    if settings["mode"] != "async":
+        return str(settings["mode"])
     name = f"async, max_age {settings['max_age']}"
     return name if settings["depth"] == 1 else f"{name}, depth {settings['depth']}"
 

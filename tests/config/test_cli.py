@@ -154,9 +154,10 @@ def test_simulate_compares_modes_with_given_costs(tmp_path):
     found = json.loads(text)
     assert found["source"] == "given" and found["costs"]["update_token_s"] == 0.008
     names = [(r["settings"]["mode"], r["settings"]["max_age"]) for r in found["rows"]]
-    assert names == [("sync", 1), ("async", 1), ("async", 2), ("async", 4), ("async", 8)]
+    ages = [("async", 1), ("async", 2), ("async", 4), ("async", 8)]
+    assert names == [("sync", 1), ("pipelined", 1), *ages]
     assert found["rows"][0]["timing_s/step"] == pytest.approx(100 * 0.1 + 8 * 110 * 0.008 / 8)
-    assert found["rows"][1]["timing_s/step"] < found["rows"][0]["timing_s/step"]
+    assert found["rows"][2]["timing_s/step"] < found["rows"][0]["timing_s/step"]
     code, text = verlite(*line)
     assert code == 0 and "Not modeled: failures" in text and "speed" in text
     assert "an engine generates 10 tokens/s of one sample and 640 of 64" in text

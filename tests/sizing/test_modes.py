@@ -49,7 +49,7 @@ def test_settings_are_those_of_the_configuration(planned):
     assert own.partial_rollout and own.kv_cache == "fresh" and has_own_engines(plan)
     found = compared(twenty, COSTS, plan, own, 4)
     names = [one.settings.name for one in found]
-    assert names[:3] == ["sync", "async, max_age 3, depth 1", "async, max_age 1, depth 1"]
+    assert names[:3] == ["sync", "pipelined", "async, max_age 3, depth 1"]
     assert {one.settings.engines for one in found} == {3}
     rows = table_rows(found, {"timing_s/step": 16.0, "timing_s/gen": 4.0, "perf/throughput": 3.0})
     assert rows[0][0] == "measured" and rows[0][3:7] == ("16.0 s", "0.81", "25%", "3")

@@ -38,6 +38,7 @@ def settings_of(config: Config, plan: Plan) -> Settings:
         trainer_devices=len(plan.placement["actor"]),
         devices=plan.n_devices,
         max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
+        updates=plan.actor.epochs * plan.actor.per_epoch,
         max_age=settings.max_age,
         depth=steps_ahead(config),
         partial_rollout=settings.partial_rollout,
@@ -54,19 +55,20 @@ def has_own_engines(plan: Plan) -> bool:
 def compared(
     workload: Workload, costs: Costs, plan: Plan, own: Settings, steps: int, is_whole: bool = False
 ) -> list[Simulated]:
-    """Simulate a run with trainer.mode=sync, and with async and several max_age and depth. The
-    configured one is among them.
+    """Simulate a run with trainer.mode=sync, pipelined, and async with several max_age and depth.
+    The configured one is among them.
 
-    If the engines share the trainer's devices, those of async get the fastest split.
+    If the engines share the trainer's devices, the modes that need them apart get the fastest
+    split of async.
     """
     found = [simulate(workload, costs, replace(own, mode="sync"), steps, is_whole=is_whole)]
-    if own.mode not in ("sync", "async"):
-        found.append(simulate(workload, costs, own, steps, is_whole=is_whole))
     apart = replace(own, mode="async")
     if not has_own_engines(plan):
         if plan.n_devices < 2 * plan.tensor_parallel:
             return found
         apart = fastest_split(workload, costs, plan, replace(apart, max_age=1, depth=1))
+    pipelined = replace(apart, mode="pipelined")
+    found.append(simulate(workload, costs, pipelined, steps, is_whole=is_whole))
     pairs = list(ASYNC)
     if own.mode == "async" and (own.max_age, own.depth) not in pairs:
         pairs.insert(0, (own.max_age, own.depth))
