@@ -140,6 +140,10 @@ def test_costs_of_a_run_without_tools_are_found_from_its_steps(tmp_path):
     write_run(tmp_path / "b", single_turn, replace(wide, mode="async"))
     with pytest.raises(ValueError, match="do not tell how fast the engines are. Give a run of"):
         measured_costs(read_recorded(tmp_path / "b", PLAN), replace(wide, mode="async"))
+    with pytest.raises(
+        ValueError, match="run of trainer.mode=pipelined, whose timings do not tell"
+    ):
+        measured_costs(read_recorded(tmp_path, PLAN), replace(wide, mode="pipelined"))
 
 
 def test_samples_that_were_not_saved_are_drawn_from_the_others_and_the_slowest(tmp_path):

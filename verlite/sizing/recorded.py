@@ -186,6 +186,11 @@ def measured_costs(recorded: Recorded, settings: Settings) -> Costs:
     Raises:
         ValueError: the run does not have what the fit needs.
     """
+    if settings.mode == "pipelined":
+        raise ValueError(
+            f"{recorded.run_dir} is a run of trainer.mode=pipelined, whose timings do not tell the "
+            "trainer's time from that of the engines. Give a run of trainer.mode=sync or async."
+        )
     lines = recorded.lines
     others = ("timing_s/gen", "timing_s/update_weights")
     updates = [line["timing_s/step"] - sum(line.get(key, 0.0) for key in others) for line in lines]

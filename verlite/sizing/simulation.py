@@ -243,11 +243,12 @@ def simulate(
 class _Running:
     """A sample that has begun."""
 
-    __slots__ = ("sample", "number", "engine", "turn", "context", "cached", "began", "counted",
-                 "mark", "work", "oldest", "versions", "sampled")  # fmt: skip
+    __slots__ = ("sample", "tokens", "number", "engine", "turn", "context", "cached", "began",
+                 "counted", "mark", "work", "oldest", "versions", "sampled")  # fmt: skip
 
     def __init__(self, sample: Sample, number: int, engine: "_Engine") -> None:
         self.sample, self.number, self.engine = sample, number, engine
+        self.tokens = sample.tokens
         self.turn = 0
         self.context = sample.prompt
         self.cached = 0
@@ -268,7 +269,7 @@ class _Running:
 
 class _Engine:
     """An engine whose samples all get a token in each step. Between two events their number does
-    not change, so `tokens`, those that each has got since the start, grows evenly."""
+    not change, so `done.steps` grows evenly."""
 
     def __init__(self, costs: Costs, settings: Settings) -> None:
         self.costs, self.slots = costs, settings.max_num_seqs
@@ -427,7 +428,7 @@ class _Run:
             self._start()
         gen_s = self.now - began
         samples = [sample for number in numbers for sample in self.groups.pop(number).samples]
-        tokens = sum(sample.sample.tokens for sample in samples)
+        tokens = sum(sample.tokens for sample in samples)
         ages = self._ages(samples)
         update_s = self.costs.update_s + self._passes_s(samples)
         early_s = 0.0
@@ -555,5 +556,5 @@ class _Run:
 
     def _passes_s(self, samples: Sequence[_Running]) -> float:
         """Return the seconds of the trainer's passes over samples."""
-        tokens = sum(running.sample.tokens for running in samples)
+        tokens = sum(running.tokens for running in samples)
         return tokens * self.costs.update_token_s / self.settings.trainer_devices
