@@ -406,14 +406,12 @@ def _overlap(found: dict[str, Any]) -> str:
             f"{row['waits']:.0%}",
             f"{row['age']:.2f}",
             f"{row['response_length']:.1f}",
-            f"{row['simulated']:.2f} s ({row['simulated'] / row['seconds'] - 1:+.0%})"
-            if "simulated" in row
-            else "-",
+            f"{row['simulated']:.2f} s" if "simulated" in row else "-",
         )
         for row in found["rows"]
     ]
     head = ("mode", "step", "speed", "share of waiting", "mean age", "tokens of a response",
-            "simulated step")  # fmt: skip
+            "simulated from sync")  # fmt: skip
     return table(head, rows)
 
 

@@ -193,6 +193,9 @@ class Work(NamedTuple):
         return decoding + self.prefill * costs.prefill_token_s + self.pause_s
 
 
+_NOTHING = Work()
+
+
 @dataclass(frozen=True)
 class Simulated:
     """A simulated run. work: of each finished sample, in the order in which they finish."""
@@ -254,7 +257,7 @@ class _Running:
         self.cached = 0
         """The weight version whose keys and values the engine has of the context; 0: none."""
         self.began = self.counted = 0.0
-        self.mark = self.work = Work()
+        self.mark = self.work = _NOTHING
         self.oldest: int | None = None
         self.versions = self.sampled = 0.0
         """Sum of the versions of its tokens, and their number."""
@@ -269,14 +272,14 @@ class _Running:
 
 class _Engine:
     """An engine whose samples all get a token in each step. Between two events their number does
-    not change, so `done.steps` grows evenly."""
+    not change, so `steps` grows evenly."""
 
     def __init__(self, costs: Costs, settings: Settings) -> None:
         self.costs, self.slots = costs, settings.max_num_seqs
         self.kv_cache = settings.kv_cache
         self.version = 0
         self.now = self.busy_s = self.sample_s = 0.0
-        self.done = Work()
+        self.steps = self.tokens = self.prefilled = self.paused_s = 0.0
         self.prefill = 0.0
         """Tokens of contexts that are computed before the next decode step."""
         self.running: list[tuple[float, int, _Running]] = []
@@ -295,18 +298,21 @@ class _Engine:
             return
         self.busy_s += seconds
         self.sample_s += seconds * running
-        steps, tokens, prefill, pause_s = self.done
         if self.prefill:
             each = self.costs.prefill_token_s
             computed = min(self.prefill, seconds / each) if each else self.prefill
             self.prefill -= computed
-            prefill += computed
+            self.prefilled += computed
             seconds -= computed * each
         if seconds > 0:
             decoded = seconds / self._step_s(running)
-            steps += decoded
-            tokens += decoded * running
-        self.done = Work(steps, tokens, prefill, pause_s)
+            self.steps += decoded
+            self.tokens += decoded * running
+
+    @property
+    def done(self) -> Work:
+        """Its work since the start."""
+        return Work(self.steps, self.tokens, self.prefilled, self.paused_s)
 
     def _step_s(self, running: int) -> float:
         return self.costs.decode_step_s + running * self.costs.decode_sample_s
@@ -315,15 +321,16 @@ class _Engine:
         """Return when the next turn ends."""
         if not self.running:
             return None
-        steps = max(0.0, self.running[0][0] - self.done.steps)
+        steps = max(0.0, self.running[0][0] - self.steps)
         seconds = self.prefill * self.costs.prefill_token_s
         return self.now + seconds + steps * self._step_s(len(self.running))
 
     def add(self, now: float, samples: Sequence[_Running]) -> None:
         """Begin a turn of each sample, or let it wait for a place."""
         self.advance(now)
+        mark = self.done
         for sample in samples:
-            sample.mark = self.done
+            sample.mark = mark
         self.queue.extend(samples)
         self._begin()
 
@@ -336,7 +343,7 @@ class _Engine:
             )
             self.prefill += turns[turn - 1].observation if is_cached else sample.context
             sample.cached = self.version
-            sample.began, sample.counted = self.done.steps, 0.0
+            sample.began, sample.counted = self.steps, 0.0
             end = sample.began + turns[turn].tokens
             heappush(self.running, (end, next(self._order), sample))
         self.stamp += 1
@@ -344,16 +351,14 @@ class _Engine:
     def finish(self, now: float) -> list[_Running]:
         """Return the samples whose turn ends now. It is the time that `due` said."""
         self.advance(now)
-        end = self.running[0][0]
-        if end > self.done.steps:  # by rounding
-            self.done = self.done._replace(steps=end)
-        found = []
-        while self.running and self.running[0][0] <= self.done.steps * (1 + 1e-12):
+        self.steps = max(self.steps, self.running[0][0])  # it may be less by rounding
+        done, found = self.done, []
+        while self.running and self.running[0][0] <= self.steps * (1 + 1e-12):
             sample = heappop(self.running)[2]
             turn = sample.sample.turns[sample.turn]
             sample.count(turn.tokens - sample.counted, self.version)
             sample.context += turn.tokens + turn.observation
-            sample.work = sample.work.plus(self.done, sample.mark)
+            sample.work = sample.work.plus(done, sample.mark)
             sample.turn += 1
             found.append(sample)
         self._begin()
@@ -363,7 +368,7 @@ class _Engine:
         """Pause, and go on with other weights."""
         self.advance(now)
         for _, _, sample in self.running:
-            tokens = int(self.done.steps - sample.began)
+            tokens = int(self.steps - sample.began)
             sample.count(tokens - sample.counted, self.version)
             sample.counted = tokens
             if self.kv_cache == "fresh":
@@ -371,7 +376,7 @@ class _Engine:
                 sample.cached = version
         self.version = version
         if self.running:
-            self.done = self.done._replace(pause_s=self.done.pause_s + pause_s)
+            self.paused_s += pause_s
         self.now = max(self.now, now + pause_s)
         self.stamp += 1
 
