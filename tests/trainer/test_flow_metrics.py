@@ -27,9 +27,8 @@ PROMPTS = 16
 def test_a_floor_of_the_effective_sample_size_ends_the_run(weights, level):
     settings = SimpleNamespace(min_eff_sample_size=0.5, max_age=4)
     run = SimpleNamespace(
-        config=SimpleNamespace(async_training=settings),
+        config=SimpleNamespace(async_training=settings, trainer=SimpleNamespace(mode="async")),
         plan=SimpleNamespace(correction=RolloutCorrection(rollout_is=weights)),
-        groups=Groups(Flow(1, 4, 4, 1, True)),
         step=7,
         saved_step=5,
         metrics={},
@@ -48,7 +47,7 @@ def test_a_floor_of_the_effective_sample_size_ends_the_run(weights, level):
     assert exit_code(caught.value) == exit_codes.FAILED
     settings.min_eff_sample_size = None
     check_sample_size(run)
-    run.groups, settings.min_eff_sample_size = None, 0.5  # trainer.mode=sync
+    run.config.trainer.mode, settings.min_eff_sample_size = "sync", 0.5
     check_sample_size(run)
 
 

@@ -100,7 +100,7 @@ def check_sample_size(run: Run) -> None:
     level = "seq" if run.plan.correction.rollout_is == "sequence" else "token"
     size = run.metrics.get(f"{EFF_SAMPLE_SIZE}_{level}")
     floor = settings.min_eff_sample_size
-    if run.groups is None or size is None or floor is None or size >= floor:
+    if run.config.trainer.mode != "async" or size is None or floor is None or size >= floor:
         return
     raise FewEffectiveSamples(
         f"the effective sample size of step {run.step} is {size:.6g} of its "
