@@ -108,14 +108,15 @@ class FlowRules:
         if not started:
             return
         self.check(set(found) <= self.up, "start: on an engine that has died")
-        again = [self.entries[number].is_again for number in started]
-        self.check(again == sorted(again, reverse=True), "start: put back, and not first")
+        again = [self.entries[n].is_again or self.entries[n].oldest > 0 for n in started]
+        self.check(again == sorted(again, reverse=True), "start: put back or begun, and not first")
         runs = Counter(self.entries[number].engine for number in self.having("running"))
         for engine, numbers in found.items():
             runs[engine] += len(numbers)
             for number in numbers:
                 entry = self.entries[number]
-                entry.state, entry.engine, entry.oldest = "running", engine, self.version
+                entry.state, entry.engine = "running", engine
+                entry.oldest = entry.oldest or self.version
         least = min(runs[engine] for engine in self.up)
         self.check(all(runs[engine] <= least + 1 for engine in found), "start: unevenly")
 
@@ -145,7 +146,7 @@ class FlowRules:
 
     @staticmethod
     def put_back(entry: Entry) -> None:
-        entry.state, entry.is_again = "queued", True
+        entry.state, entry.oldest, entry.is_again = "queued", 0, True
 
     # Steps
 
@@ -180,7 +181,7 @@ class FlowRules:
         left = sorted(
             entry.oldest
             for number, entry in self.alive.items()
-            if entry.state != "queued" and number not in numbers
+            if entry.oldest and number not in numbers
         )
         first = self.step + 2
         return all(
@@ -232,14 +233,21 @@ class FlowRules:
     def snapshot(self) -> tuple[dict[int, Entry], list[list[int]]]:
         return {n: entry.copy() for n, entry in self.entries.items()}, list(self.trained_numbers)
 
-    def resumed(self, kept: set[int]) -> None:
-        """A new process begins, from what was saved last."""
+    def resumed(self, kept: set[int], begun: dict[int, int]) -> None:
+        """A new process begins, from what was saved last. Groups of `kept` are trained as they are,
+        and those of `begun` go on with tokens of that version."""
         saved, self.trained_numbers = self.saved[0], list(self.saved[1])
         self.entries = {number: entry.copy() for number, entry in saved.items()}
         self.gone = Counter(e.state for e in self.entries.values() if e.state not in ALIVE)
         self.alive = {n: entry for n, entry in self.entries.items() if entry.state in ALIVE}
         for number, entry in self.alive.items():
-            if entry.state == "running" or (entry.state == "ready" and number not in kept):
+            if entry.state in ("queued", "running") and number in begun:
+                mixes = not self.schedule.swaps and begun[number] <= self.step
+                self.check(not mixes, f"weights: replaced under group {number}, which goes on")
+                entry.state, entry.oldest = "queued", begun[number]
+            elif entry.state == "running" or (entry.state == "ready" and number not in kept):
+                self.put_back(entry)
+            elif entry.state == "queued" and entry.oldest:
                 self.put_back(entry)
         self.version, self.up = 0, set(range(self.world.engines))
         self.step_at = self.world.now

@@ -45,6 +45,8 @@ class FlowSchedule:
     save_freq: int = 1
     saves_ready: bool = True
     """Whether a checkpoint has the samples of finished groups."""
+    saves_running: bool = True
+    """Whether it has what running groups have so far."""
     reports_oldest: bool = True
     """Whether answers have the oldest version of their tokens."""
     feeds: bool = True
@@ -60,7 +62,7 @@ class FlowSchedule:
         if self.total_steps > 1:
             yield replace(self, total_steps=self.total_steps - 1)
         for name, plain in (("filtered", 0.0), ("doubled", 0.0), ("slow", -1),
-                            ("saves_ready", False), ("overlaps", False),
+                            ("saves_ready", False), ("saves_running", False), ("overlaps", False),
                             ("reports_oldest", False), ("feeds", False)):  # fmt: skip
             if getattr(self, name) != plain:
                 yield replace(self, **{name: plain})
@@ -99,6 +101,7 @@ def flow_schedule(seed: int) -> FlowSchedule:
         reports_oldest=chance() < 0.6,
         feeds=chance() < 0.7,
         overlaps=chance() < 0.4,
+        saves_running=chance() < 0.6,
     )
     if chance() < 0.03:  # nearly all
         one = replace(one, filtered=0.95, total_steps=min(2, one.total_steps))

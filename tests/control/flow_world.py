@@ -43,14 +43,25 @@ class Sample:
     oldest: int
 
 
+@dataclass(frozen=True)
+class Begun:
+    """What a running group has so far: the oldest version of its tokens, and the seconds that they
+    took."""
+
+    oldest: int
+    seconds: float
+
+
 class Engine:
     """A process that samples groups."""
 
     def __init__(self, number: int, version: int = 0) -> None:
         self.number, self.version = number, version
         self.alive = True
-        self.queue: deque[int] = deque()
+        self.queue: deque[tuple[int, Begun | None]] = deque()
         self.running = 0
+        self.begun: dict[int, tuple[float, Begun]] = {}
+        """Of each running group: when it started here, and what it had then."""
 
 
 class FlowWorld:
@@ -62,7 +73,7 @@ class FlowWorld:
         self.now = 0.0
         self.events = 0
         self.faults = list(schedule.faults)
-        self.saved: tuple[str, dict[int, Sample]] | None = None
+        self.saved: tuple[str, dict[int, Sample], dict[int, Begun]] | None = None
         self.known: dict[int, Facts] = {}
         self.engines = schedule.engines
         self.rules = FlowRules(self, schedule)
@@ -97,10 +108,15 @@ class Process:
         s = world.schedule
         self.flow = Flow(s.groups_per_step, s.bound, s.depth, world.engines, s.swaps, s.total_steps)
         self.data: dict[int, Sample] = {}
+        self.begun: dict[int, Begun] = {}
+        """Groups of a process before that go on."""
         if world.saved is not None:
-            text, self.data = world.saved[0], dict(world.saved[1])
-            self.flow.load_state_dict(json.loads(text), ready=self.data)
-        self.rules.resumed(set(self.data))
+            text, self.data, self.begun = world.saved[0], dict(world.saved[1]), world.saved[2]
+            oldest = {number: one.oldest for number, one in self.begun.items()}
+            self.flow.load_state_dict(json.loads(text), self.data, oldest)
+            alive = self.flow.groups.items()
+            self.begun = {n: self.begun[n] for n, g in alive if n in oldest and g.oldest}
+        self.rules.resumed(set(self.data), {n: one.oldest for n, one in self.begun.items()})
         self.engines = {number: Engine(number) for number in range(world.engines)}
         self.saved_step = self.flow.step
         self.started_again: list[int] = []
@@ -184,7 +200,7 @@ class Process:
         self.rules.assigned(found)
         for number, groups in found.items():
             engine = self.engines[number]
-            engine.queue.extend(groups)
+            engine.queue.extend((group, self.begun.pop(group, None)) for group in groups)
             self.work(engine)
 
     def publish(self) -> None:
@@ -217,12 +233,23 @@ class Process:
 
     def save(self) -> None:
         data = dict(self.data) if self.schedule.saves_ready else {}
-        state = json.dumps(self.flow.state_dict())
-        self.begin(
-            self.schedule.save_s, self.written, (state, data), self.rules.snapshot(), self.flow.step
-        )
+        begun = self.running() if self.schedule.saves_running else {}
+        saved = json.dumps(self.flow.state_dict()), data, begun
+        self.begin(self.schedule.save_s, self.written, saved, self.rules.snapshot(), self.flow.step)
 
-    def written(self, saved: tuple[str, dict[int, Sample]], snapshot: Any, step: int) -> None:
+    def running(self) -> dict[int, Begun]:
+        """What running groups have so far, and those that wait to go on."""
+        found = dict(self.begun)
+        for engine in self.engines.values():
+            if engine.alive:
+                found |= {number: one for number, one in engine.queue if one}
+                for number, (since, one) in engine.begun.items():
+                    found[number] = Begun(one.oldest, one.seconds + self.world.now - since)
+        return found
+
+    def written(
+        self, saved: tuple[str, dict[int, Sample], dict[int, Begun]], snapshot: Any, step: int
+    ) -> None:
         self.world.saved, self.rules.saved, self.saved_step = saved, snapshot, step
 
     # The engines
@@ -230,16 +257,19 @@ class Process:
     def work(self, engine: Engine) -> None:
         """Start what has a slot."""
         while engine.alive and engine.queue and engine.running < self.schedule.slots:
-            number = engine.queue.popleft()
+            number, begun = engine.queue.popleft()
             self.rules.check(engine.version > 0, "weights: an engine samples without any")
             engine.running += 1
-            seconds = self.world.facts(number).seconds
-            self.after(seconds, self.sampled, engine, number, engine.version)
+            one = begun or Begun(engine.version, 0.0)
+            engine.begun[number] = self.world.now, one
+            seconds = self.world.facts(number).seconds - one.seconds
+            self.after(seconds, self.sampled, engine, number, one.oldest)
 
     def sampled(self, engine: Engine, number: int, oldest: int) -> None:
         if not engine.alive:
             return
         engine.running -= 1
+        engine.begun.pop(number, None)
         for _ in range(1 + (self.world.draw.random() < self.schedule.doubled)):
             self.after(self.upto(self.schedule.delay_s), self.answer, engine, number, oldest)
         self.work(engine)

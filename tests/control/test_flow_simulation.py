@@ -117,13 +117,14 @@ def test_schedules_reach_what_the_rules_are_about(monkeypatch):
     watch(Flow, "choose", choice)
     watch(Flow, "may_publish", lambda flow, _, may: "other" if may else "publication waits")
     watch(FlowRules, "lost", lost)
-    watch(FlowRules, "resumed", lambda _, __, ___, kept: "samples kept" if kept else "none kept")
+    watch(FlowRules, "resumed", lambda _, __, ___, kept, begun: f"kept {len(kept) > 0}")
+    watch(FlowRules, "resumed", lambda _, __, ___, kept, begun: f"begun {len(begun) > 0}")
     for seed in range(400):
         assert broken(flow_schedule(seed)) == ""
     cases = (
         "kept", "answer for a group that is gone", "repeated answer",
         "step waits for an old group", "publication waits", "two engines are down",
-        "running lost", "samples kept", "none kept",
+        "running lost", "kept True", "kept False", "begun True", "begun False",
     )  # fmt: skip
     assert all(seen[case] >= 10 for case in cases), seen
 

@@ -50,7 +50,7 @@ class Recorder:
         self.tokenizer = engine.tokenizer
         self.calls = []
 
-    async def generate(self, prompt_ids, sampling):
+    async def generate(self, prompt_ids, sampling, so_far=None, name=None):
         completion = await self.engine.generate(prompt_ids, sampling)
         self.calls.append((list(prompt_ids), sampling, completion))
         return completion
@@ -401,7 +401,7 @@ class Broken:
         self.tokenizer = tokenizer
         self.answers = list(answers)
 
-    async def generate(self, prompt_ids, sampling):
+    async def generate(self, prompt_ids, sampling, so_far=None, name=None):
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -499,7 +499,7 @@ class Playback:
         self.contexts = []
         self.stops = []
 
-    async def generate(self, prompt_ids, sampling):
+    async def generate(self, prompt_ids, sampling, so_far=None, name=None):
         text = self.turns.pop(0)
         ended = True
         self.contexts.append(self.tokenizer.decode(prompt_ids))

@@ -31,7 +31,13 @@ from verlite.envs.step import Step
 from verlite.rollout.batched import build_engine
 from verlite.rollout.servers.command import ServerOptions, environment
 from verlite.rollout.trajectory import Request, run_all
-from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.rollout.types import (
+    Completion,
+    EngineError,
+    EngineOptions,
+    Sampling,
+    WeightSyncError,
+)
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.probe import Probe, probe_ids, probe_limit
@@ -511,6 +517,66 @@ def test_requests_wait_after_a_failed_load_and_others_may_be_cancelled(swapping,
     assert gaps([model, model, other], PROMPT, answer, False) < 1e-4
 
 
+def go_on(engine, requests):
+    """Generate for (prompt, sampling, tokens so far), named by their places."""
+
+    async def all_at_once():
+        return await asyncio.gather(
+            *(engine.generate(*request, i) for i, request in enumerate(requests))
+        )
+
+    return asyncio.run(all_at_once())
+
+
+def test_requests_go_on_after_their_tokens_so_far(swapping, synced, model):
+    """They are cut, and go on, while weights are loaded. All log-probs by naive float64 passes, and
+    the tokens of greedy requests by greedy decoding."""
+    others = [model, moved(model, 0.3, seed=1), moved(model, 0.3, seed=2)]
+    prompts = some_prompts(12, seed=8)
+    samplings = [dataclasses.replace(LONG, seed=i, temperature=i % 2) for i in range(12)]
+    steps = swapping("fresh")
+    seen = {}
+    steps.before = {
+        3: functools.partial(load, synced, others[1], 1),
+        7: lambda: seen.update(synced.running()),
+    }
+    whole = go_on(synced, [(*pair, None) for pair in zip(prompts, samplings, strict=True)])
+    assert {len(one.ids) for one in seen.values()} == {7} and sorted(seen) == list(range(12))
+    for i, one in seen.items():
+        assert one.ids == whole[i].ids[:7] and one.log_probs == whole[i].log_probs[:7]
+        assert one.weight_versions == [(0, 3), (1, 4)]
+    steps.count = 0
+    steps.before = {
+        5: functools.partial(load, synced, others[2], 2),
+        9: lambda: seen.update(again=synced.running()),
+    }
+    requests = [(prompts[i], samplings[i], seen[i]) for i in range(12)]
+    answers = go_on(synced, requests)
+    steps.end()
+    assert steps.errors == [] and steps.count == 13
+    assert seen["again"][3].ids == answers[3].ids[:16]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.weight_versions == [(0, 3), (1, 9), (2, 8)]
+        assert gaps(others, prompt, answer, False) < 1e-4
+    for i in range(0, 12, 2):
+        assert answers[i].ids[:12] == whole[i].ids[:12]
+    assert all(answers[i].ids[7:12] != whole[i].ids[7:12] for i in range(1, 12, 2)), "other numbers"
+
+
+def test_a_stop_string_may_begin_in_the_tokens_so_far(swapping, synced):
+    swapping("fresh")
+    tokenizer, cut = synced.tokenizer, 6
+    greedy = dataclasses.replace(LONG, temperature=0.0)
+    (whole,) = ask(synced, [PROMPT], greedy)
+    so_far = Completion(whole.ids[:cut], whole.log_probs[:cut], "", [(0, cut)])
+    before, text = tokenizer.decode(whole.ids[:cut]), tokenizer.decode(whole.ids[: cut + 1])
+    assert before and len(text) > len(before)
+    text = text[len(before) - 1 :]
+    (answer,) = go_on(synced, [(PROMPT, dataclasses.replace(greedy, stop=(text,)), so_far)])
+    assert answer.ids == whole.ids[: cut + 1] and answer.finish_reason == "stop"
+    assert not synced._call(lambda core: core._so_far)
+
+
 def test_steps_that_vllm_has_begun_end_before_weights_are_loaded():
     """On a GPU vLLM schedules a step before the last one's tokens are known."""
     begun = [["first"], []]
@@ -528,8 +594,11 @@ def test_steps_that_vllm_has_begun_end_before_weights_are_loaded():
     scheduler = SimpleNamespace(set_pause_state=lambda state: setattr(scheduler, "state", state))
     core = VLLMCore.__new__(VLLMCore)
     core._completed, core._stance = [], "default"
+    core._so_far = {3: Completion([5], [-0.5], "", [(0, 1)])}
     running = SimpleNamespace(
-        external_req_id="4", detokenizer=SimpleNamespace(num_output_tokens=lambda: 2)
+        external_req_id="4",
+        detokenizer=SimpleNamespace(num_output_tokens=lambda: 1, output_token_ids=[7]),
+        logprobs_processor=SimpleNamespace(logprobs=flat),
     )
     core.engine = SimpleNamespace(
         engine_core=SimpleNamespace(
@@ -539,10 +608,14 @@ def test_steps_that_vllm_has_begun_end_before_weights_are_loaded():
         step=step,
         get_num_unfinished_requests=lambda: 1,
     )
-    assert core.progress() == {4: 2, 3: 1}
+    assert core.progress() == {4: 1, 3: 2}
     assert states == ["PAUSED_ALL"] * 2 and scheduler.state.name == "UNPAUSED"
     assert core.pending() == 2
-    assert [done.request_id for done in core._completed] == [3]
+    assert [tuple(one) for one in core.so_far()] == [
+        (3, [5, 7], [-0.5, -1.0], "stop"),
+        (4, [7], [-1.0], ""),
+    ]
+    assert [done.request_id for done in core._completed] == [3] and not core._so_far
 
 
 def test_adapters_are_not_swapped():

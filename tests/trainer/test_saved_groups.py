@@ -10,15 +10,20 @@ import pytest
 import torch
 
 from tests.trainer.runs import driver_state
+from verlite.control import events
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto, equal, object_array
 from verlite.rewards.result import RewardResult
-from verlite.rollout.types import Sampling, Trajectory
+from verlite.rollout.types import Completion, Sampling, Trajectory
 from verlite.trainer import checkpoints, saved_groups
+from verlite.trainer import groups as groups_module
 from verlite.trainer.checkpoints import Checkpoint
+from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups, uid_of
+from verlite.trainer.run import Run
 from verlite.trainer.stages import groups as stage
 from verlite.workers.rollout import DecodedResponse, as_columns
+from verlite.workers.running import Running, as_rows, of_row
 
 PROMPTS, SAMPLES = 2, 2
 
@@ -75,7 +80,8 @@ def save(groups: Groups, run_dir: Path, warn=pytest.fail) -> tuple[Checkpoint, d
     state = driver_state(1, version=2, groups=groups.state_dict(), code={"reward": "1"})
 
     def parts(folder: Path) -> None:
-        saved_groups.write(folder / saved_groups.FOLDER, groups.answers, groups.requests, warn)
+        for name, samples in (("groups", groups.answers), ("running", groups.running)):
+            saved_groups.write(folder / name, samples, groups.requests, warn)
 
     checkpoint = checkpoints.write(run_dir, 1, json.loads(json.dumps(state)), parts)
     assert checkpoints.defect(checkpoint.path) is None
@@ -83,12 +89,12 @@ def save(groups: Groups, run_dir: Path, warn=pytest.fail) -> tuple[Checkpoint, d
 
 
 def open_again(
-    monkeypatch, checkpoint, state, max_age=2, temperature=1.0, code=None
+    monkeypatch, checkpoint, state, max_age=2, temperature=1.0, code=None, swaps=True
 ) -> tuple[Groups, list[str], list[str]]:
     """Return the groups of a run that resumes, its warnings and what it says."""
     warnings: list[str] = []
     said: list[str] = []
-    settings = SimpleNamespace(max_age=max_age, depth=2, partial_rollout=True)
+    settings = SimpleNamespace(max_age=max_age, depth=2, partial_rollout=swaps)
     run: Any = SimpleNamespace(
         config=SimpleNamespace(async_training=settings, trainer=SimpleNamespace(mode="async")),
         plan=SimpleNamespace(prompts=PROMPTS, engines=1),
@@ -146,9 +152,9 @@ def test_samples_of_agent_programs_have_prompts_of_their_own(groups, tmp_path, m
 def test_files_of_finished_groups_are_in_the_manifest(groups, tmp_path):
     checkpoint, _ = save(groups, tmp_path)
     names = ["rest.json", "tensors.safetensors"]
-    assert sorted(checkpoint.files(saved_groups.FOLDER)) == names
+    assert sorted(checkpoint.files(saved_groups.FINISHED)) == names
     for name in names:
-        path = checkpoint.path / saved_groups.FOLDER / name
+        path = checkpoint.path / saved_groups.FINISHED / name
         content = path.read_bytes()
         path.write_bytes(content[:-1] + b"?")
         assert f"groups/{name} does not have the hash" in checkpoints.defect(checkpoint.path)
@@ -174,7 +180,7 @@ def test_other_settings_sample_them_again(groups, tmp_path, monkeypatch, changed
 def test_a_checkpoint_without_them_samples_them_again(groups, tmp_path, monkeypatch):
     groups_saved = Groups(groups.flow, groups.rows, requests=groups.requests)
     checkpoint, state = save(groups_saved, tmp_path)
-    assert not (checkpoint.path / saved_groups.FOLDER).exists()
+    assert not (checkpoint.path / saved_groups.FINISHED).exists()
     again, warnings, said = open_again(monkeypatch, checkpoint, state)
     assert ready(again) == [] and not warnings and not said
 
@@ -189,7 +195,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_unknown_contents_are_a_warning(groups, tmp_path, monkeypatch, damage):
     checkpoint, state = save(groups, tmp_path)
-    folder = checkpoint.path / saved_groups.FOLDER
+    folder = checkpoint.path / saved_groups.FINISHED
     damage(DataProto.load_from_disk(folder)).save_to_disk(folder)
     again, warnings, _ = open_again(monkeypatch, checkpoint, state)
     assert ready(again) == []
@@ -213,7 +219,7 @@ def test_a_group_that_is_not_what_the_state_says_is_sampled_again(
     groups, tmp_path, monkeypatch, change
 ):
     checkpoint, state = save(groups, tmp_path)
-    folder = checkpoint.path / saved_groups.FOLDER
+    folder = checkpoint.path / saved_groups.FINISHED
     whole = DataProto.load_from_disk(folder)
     own = whole.non_tensor_batch["uid"] == uid_of(2, PROMPTS)
     DataProto.concat([change(whole[own]), whole[~own]]).save_to_disk(folder)
@@ -228,7 +234,7 @@ def test_values_that_json_does_not_have_cost_the_groups_and_not_the_checkpoint(
     warnings: list[str] = []
     checkpoint, state = save(groups, tmp_path, warnings.append)
     assert len(warnings) == 1 and "without 2 finished prompts" in warnings[0]
-    assert not (checkpoint.path / saved_groups.FOLDER).exists()
+    assert not (checkpoint.path / saved_groups.FINISHED).exists()
     assert ready(open_again(monkeypatch, checkpoint, state)[0]) == []
 
 
@@ -236,3 +242,179 @@ def test_a_full_disk_is_an_error_of_the_save(groups, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         saved_groups.write(tmp_path / "file", groups.answers, groups.requests, pytest.fail)
+
+
+# Running groups
+
+
+def looked_at(number: int, *versions: int) -> DataProto:
+    """Return what the engine says of a running group: its last sample, of which each version has
+    sampled two tokens."""
+    ids = [number] * 2 * len(versions)
+    turn = Completion(ids, [-0.5] * len(ids), "", [(version, 2) for version in versions])
+    name = (uid_of(number, PROMPTS), SAMPLES - 1)
+    return as_rows([Running(name, Trajectory([number, 7]), turn)])
+
+
+def begun(groups: Groups) -> dict[int, int | None]:
+    """Return the oldest versions of groups that go on."""
+    flow = groups.flow.groups
+    found = {n: g.oldest for n, g in flow.items() if g.state is State.QUEUED and g.oldest}
+    assert sorted(found) == sorted(groups.running)
+    return found
+
+
+def test_running_groups_go_on_at_their_age(groups, tmp_path, monkeypatch):
+    groups.running = {4: looked_at(4, 2)}
+    again, warnings, said = open_again(monkeypatch, *save(groups, tmp_path))
+    assert ready(again) == [2, 3] and begun(again) == {4: 2} and not warnings
+    assert said == [
+        "2 finished prompts of the checkpoint are not sampled again",
+        "1 running prompts of the checkpoint go on",
+    ]
+    assert again.flow.counts()[State.QUEUED] == 2
+    assert again.flow.assign() == {}, "the engines have no weights"
+    again.flow.published()
+    assert again.flow.assign() == {0: [4, 5]}
+    assert {number: again.flow.groups[number].oldest for number in (4, 5)} == {4: 2, 5: 2}
+    nothing, row = again.begun(4)
+    assert nothing is None and of_row(row).so_far.ids == [4, 4] and again.begun(5) == [None] * 2
+    assert again.begun(4) == [None] * 2, "once"
+
+
+def test_a_group_that_waits_to_go_on_is_saved_again_as_one_that_runs(groups, tmp_path, monkeypatch):
+    groups.running = {4: looked_at(4, 2)}
+    again, *_ = open_again(monkeypatch, *save(groups, tmp_path / "a"))
+    third, warnings, _ = open_again(monkeypatch, *save(again, tmp_path / "b"))
+    assert begun(third) == {4: 2} and ready(third) == [2, 3] and not warnings
+
+
+def test_running_groups_that_no_step_can_take_are_sampled_again(groups, tmp_path, monkeypatch):
+    groups.running = {4: looked_at(4, 1, 2)}
+    groups.flow.groups[4].oldest = 1
+    saved = save(groups, tmp_path)
+    assert begun(open_again(monkeypatch, *saved)[0]) == {4: 1}
+    again, warnings, _ = open_again(monkeypatch, *saved, max_age=0)
+    assert begun(again) == {} and ready(again) == [3] and not warnings
+
+
+def test_a_finished_group_takes_the_last_place_before_a_running_one(groups, tmp_path, monkeypatch):
+    """With max_age=1, step 2 can take two groups of version 1."""
+    groups.running = {4: looked_at(4, 1), 5: looked_at(5, 1)}
+    for number in (4, 5):
+        groups.flow.groups[number].oldest = 1
+    again, *_ = open_again(monkeypatch, *save(groups, tmp_path), max_age=1)
+    assert ready(again) == [2, 3] and begun(again) == {4: 1}
+
+
+def test_without_partial_rollout_no_sample_mixes_versions(groups, tmp_path, monkeypatch):
+    groups.running = {4: looked_at(4, 2), 5: looked_at(5, 1)}
+    groups.flow.groups[5].oldest = 1
+    again, *_ = open_again(monkeypatch, *save(groups, tmp_path), swaps=False)
+    assert begun(again) == {4: 2}
+
+
+UNFIT = {
+    "older than in the state": lambda rows: looked_at(4, 1),
+    "another prompt": lambda rows: rows.with_non_tensor(prompt_ids=[np.array([9], np.int32)]),
+    "another place": lambda rows: rows.with_batch(sample_index=torch.tensor([SAMPLES])),
+    "twice": lambda rows: DataProto.concat([rows, rows]),
+}
+
+
+@pytest.mark.parametrize("change", UNFIT.values(), ids=UNFIT)
+def test_a_running_group_that_is_not_what_the_state_says_is_sampled_again(
+    groups, tmp_path, monkeypatch, change
+):
+    groups.running = {4: looked_at(4, 2)}
+    checkpoint, state = save(groups, tmp_path)
+    folder = checkpoint.path / saved_groups.RUNNING
+    whole = DataProto.load_from_disk(folder)
+    sampling = whole.non_tensor_batch["sampling"]
+    changed = change(whole)
+    own = {"sampling": [sampling[0]] * len(changed)}
+    changed.with_non_tensor(**own).save_to_disk(folder)
+    again, warnings, _ = open_again(monkeypatch, checkpoint, state)
+    assert begun(again) == {} and ready(again) == [2, 3]
+    assert [text.startswith("1 running prompts of") for text in warnings] == [True]
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"code": {"reward": "2"}}])
+def test_other_settings_sample_running_groups_again(groups, tmp_path, monkeypatch, changed):
+    groups.running = {4: looked_at(4, 2)}
+    again, *_ = open_again(monkeypatch, *save(groups, tmp_path), **changed)
+    assert begun(again) == {} and again.flow.counts()[State.QUEUED] == 4
+
+
+def test_damaged_running_samples_are_a_warning(groups, tmp_path, monkeypatch):
+    groups.running = {4: looked_at(4, 2)}
+    checkpoint, state = save(groups, tmp_path)
+    folder = checkpoint.path / saved_groups.RUNNING
+    batch = DataProto.load_from_disk(folder)
+    batch.with_non_tensor(running=[{"trajectory": {}}]).save_to_disk(folder)
+    again, warnings, _ = open_again(monkeypatch, checkpoint, state)
+    assert begun(again) == {} and ready(again) == [2, 3]
+    assert len(warnings) == 1 and warnings[0].startswith(f"{folder} cannot be used, so the running")
+
+
+# The last look
+
+
+class Supervisor:
+    def __init__(self, rows: list[DataProto], calls: list[str]) -> None:
+        self.workers, self.rows, self.calls = ["engine"], rows, calls
+
+    def answers_within(self, call: str, limit_s: float) -> list[DataProto]:
+        self.calls.append(call)
+        assert limit_s == groups_module.LOOK_S
+        return self.rows
+
+    def stop(self, workers: list[str]) -> None:
+        self.calls.append("stop")
+        self.workers = []
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Engines that say what group 4 has; `calls` has what they were asked."""
+    calls: list[str] = []
+    supervisor = Supervisor([looked_at(4, 2), as_rows([])], calls)
+    found = SimpleNamespace(supervisor=supervisor, workers=["engine"], running="running")
+    found.calls = calls
+    for name, value in (("group", lambda one: one), ("submit", lambda method: method)):
+        monkeypatch.setattr(f"verlite.controller.worker_group.{name}", value)
+    monkeypatch.setattr("verlite.trainer.run.group", lambda one: one)
+    return found
+
+
+def test_a_stop_looks_at_the_running_samples_before_the_engines_end(groups, engines):
+    run: Any = object.__new__(Run)
+    run.groups, run.workers = groups, {"rollout": engines}
+    with pytest.raises(StepAborted):
+        run.obey([events.GiveUp()])
+    assert engines.calls == ["running", "stop"] and list(groups.running) == [4]
+    groups.look(engines)  # by the save
+    assert engines.calls == ["running", "stop"] and list(groups.running) == [4]
+
+
+def test_a_look_replaces_the_one_before_but_not_what_waits_to_go_on(
+    groups, engines, tmp_path, monkeypatch
+):
+    groups.running = {4: looked_at(4, 2)}
+    again, *_ = open_again(monkeypatch, *save(groups, tmp_path))
+    engines.supervisor.rows = [looked_at(5, 2)]
+    again.look(engines)
+    assert sorted(again.running) == [4, 5], "4 has not been started yet"
+    again.flow.published()
+    again.flow.assign()
+    again.begun(4)
+    again.look(engines)
+    assert sorted(again.running) == [5]
+    again.engines_replaced([0])
+    assert again.running == {}, "sampled again, without the tokens of the dead engine"
+
+
+def test_a_finished_group_runs_no_more(groups, engines):
+    groups.look(engines)
+    groups.finish(answer(4, 2))
+    assert groups.running == {}

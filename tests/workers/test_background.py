@@ -19,7 +19,7 @@ from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardResult
 from verlite.rewards.scorer import Stream
 from verlite.rollout.batched import build_engine
-from verlite.rollout.types import Completion, EngineDied, EngineError, Sampling
+from verlite.rollout.types import Completion, EngineDied, EngineError, Load, Sampling
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.workers import background
 from verlite.workers.background import Background, SamplesStuck
@@ -36,7 +36,10 @@ class Engine:
         self.asked, self.cancelled = [], []
         self.last_step = 0.0
 
-    async def generate(self, prompt_ids, sampling):
+    def load(self):
+        return Load(0.0)
+
+    async def generate(self, prompt_ids, sampling, so_far=None, name=None):
         self.asked.append(prompt_ids)
         try:
             while prompt_ids[0] not in self.may_finish:
@@ -200,7 +203,7 @@ def test_a_cancellation_that_nobody_requested_is_raised(rollout, monkeypatch, wh
     """A task group takes CancelledError of a job for its own, so the job would be lost."""
     if where == "environment":
 
-        async def generate(prompt_ids, sampling):
+        async def generate(prompt_ids, sampling, so_far=None, name=None):
             raise asyncio.CancelledError
 
         monkeypatch.setattr(rollout.engine, "generate", generate)
@@ -270,7 +273,7 @@ def test_a_group_equals_the_rows_of_generate(tiny_qwen2):
     rollout.start(batch)
     parts = []
     while sum(map(len, parts)) < 8:
-        parts.append(rollout.finished(WAIT_S))
+        parts.append(rollout.finished(WAIT_S).select(meta_info_keys=[]))
     rollout.close()
     found = DataProto.concat(parts)
     places = {"a": [0, 2, 4, 6], "b": [1, 3, 5, 7]}

@@ -415,7 +415,7 @@ class Engine:
         self.tokenizer = tiny_tokenizer()
         self.samplings = []
 
-    async def generate(self, prompt_ids, sampling):
+    async def generate(self, prompt_ids, sampling, so_far=None, name=None):
         self.samplings.append(sampling)
         if prompt_ids == [0]:
             raise ValueError("refused")

@@ -21,7 +21,7 @@ group that does not run is refused.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heapreplace
@@ -45,7 +45,8 @@ class Group:
     """A group that is alive: queued, running or ready.
 
     engine: where it runs or ran; None while it is queued.
-    oldest: the oldest version that sampled a token of it; None while it is queued.
+    oldest: the oldest version that sampled a token of it; None if it has none. A queued group has
+        some if a process before has begun it.
     """
 
     number: int
@@ -93,7 +94,7 @@ class Flow:
         self._queued: set[int] = set()
         self._ready: set[int] = set()
         self._running: dict[int, set[int]] = {engine: set() for engine in range(engines)}
-        # How many groups have this oldest version: running or ready, and ready.
+        # How many groups have this oldest version: all that have begun, and ready ones.
         self._started_with: Counter[int] = Counter()
         self._ready_with: Counter[int] = Counter()
 
@@ -138,15 +139,17 @@ class Flow:
     def assign(self) -> dict[int, list[int]]:
         """Start the queued groups that may start now. Returns their numbers by engine.
 
-        The lowest numbers go first, and so do groups that were put back. An engine gets consecutive
+        The lowest numbers go first, and so do groups that were put back. Groups that a process
+        before has begun start in any case: they have their places. An engine gets consecutive
         groups; the fewer it runs, the more it gets, and the earlier ones. Nothing starts before the
         engines have weights, and without `swaps` nothing while a publication is due.
         """
-        room = self._places() - (len(self.groups) - len(self._queued))
+        room = self._places() - sum(self._started_with.values())
         waits = self.version <= self.step and not self.swaps
-        if not self._queued or not self._running or room <= 0 or waits:
+        if not self._queued or not self._running or not self.version or waits:
             return {}
-        order = sorted(self._queued)[:room]
+        begun = {number for number in self._queued if self.groups[number].oldest is not None}
+        order = sorted(begun | set(sorted(self._queued - begun)[: max(0, room)]))
         loads = [(len(numbers), engine) for engine, numbers in self._running.items()]
         heapify(loads)
         shares: Counter[int] = Counter()
@@ -165,10 +168,12 @@ class Flow:
     def _start(self, numbers: list[int], engine: int) -> None:
         for number in numbers:
             group = self.groups[number]
-            group.state, group.engine, group.oldest = State.RUNNING, engine, self.version
+            group.state, group.engine = State.RUNNING, engine
+            if group.oldest is None:
+                group.oldest = self.version
+                self._started_with[self.version] += 1
         self._queued.difference_update(numbers)
         self._running[engine].update(numbers)
-        self._started_with[self.version] += len(numbers)
 
     # What happens to a group
 
@@ -227,8 +232,8 @@ class Flow:
 
     def _take_out(self, group: Group) -> None:
         """Forget a group in all lists but `groups`."""
+        self._queued.discard(group.number)
         if group.oldest is None:
-            self._queued.discard(group.number)
             return
         self._count(self._started_with, group.oldest, -1)
         if group.state is State.READY:
@@ -360,17 +365,34 @@ class Flow:
             "next": self._next,
             "gone": {str(state): count for state, count in self.gone.items()},
             "reasons": dict(self.reasons),
-            "groups": [[g.number, str(g.state), g.oldest] for g in self.groups.values()],
+            "groups": [
+                [g.number, str(self._state_to_save(g)), g.oldest] for g in self.groups.values()
+            ],
         }
 
-    def load_state_dict(self, state: dict[str, Any], ready: Collection[int] = ()) -> None:
+    @staticmethod
+    def _state_to_save(group: Group) -> State:
+        is_begun = group.state is State.QUEUED and group.oldest is not None
+        return State.RUNNING if is_begun else group.state
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        ready: Collection[int] = (),
+        begun: Mapping[int, int] | None = None,
+    ) -> None:
         """Go on from a checkpoint, in a new Flow. The engines have no weights until `published`.
 
-        Groups that ran are sampled again, as are those that were ready, unless `ready` has them:
-        groups whose samples were saved with the checkpoint. They keep their age. Those of them that
-        the steps could not train within the bound are sampled again too, the last drawn first: it
-        is lower than the checkpoint's.
+        Groups that were ready or ran are sampled again, unless their samples were saved with the
+        checkpoint. Those keep their age. Those of them that the steps could not train within the
+        bound are sampled again too, the last drawn first: it is lower than the checkpoint's.
+
+        Args:
+            ready: groups of which all samples were saved.
+            begun: oldest version of groups that ran, and that go on with the tokens so far. Without
+                `swaps` only those of the newest version do.
         """
+        begun = begun or {}
         self.step, self._next = state["step"], state["next"]
         self.gone = Counter({State(name): count for name, count in state["gone"].items()})
         self.reasons = Counter(state["reasons"])
@@ -382,12 +404,24 @@ class Flow:
                 self._ready_with[oldest] += 1
             elif group.state is State.QUEUED:
                 self._queued.add(number)
+            elif self._may_go_on(group, begun.get(number)):
+                group.state, group.oldest = State.QUEUED, begun[number]
+                self._queued.add(number)
+                self._started_with[begun[number]] += 1
             else:
                 self._put_back(group)
-        for version in sorted(self._ready_with):
-            old = sorted(number for number in self._ready if self._oldest(number) <= version)
+        for version in sorted(self._started_with):
+            old = [g for g in self.groups.values() if g.oldest is not None and g.oldest <= version]
+            old.sort(key=lambda group: (group.state is not State.READY, group.number))
             places = (version + self.bound - self.step) * self.groups_per_step
-            self.again(old[max(0, places) :])
+            for group in old[max(0, places) :]:
+                self._take_out(group)
+                self._put_back(group)
+
+    def _may_go_on(self, group: Group, oldest: int | None) -> bool:
+        if group.state is not State.RUNNING or oldest is None:
+            return False
+        return self.swaps or oldest == self.step + 1
 
 
 def flow_state_at(step: int, groups_per_step: int) -> dict[str, Any]:
@@ -397,9 +431,9 @@ def flow_state_at(step: int, groups_per_step: int) -> dict[str, Any]:
     return {"step": step, "next": drawn, "gone": gone, "reasons": {}, "groups": []}
 
 
-def ready_versions(state: dict[str, Any]) -> dict[int, int]:
-    """Return the oldest version of each ready group of a state."""
-    return {number: oldest for number, name, oldest in state["groups"] if name == State.READY}
+def versions_of(state: dict[str, Any], kind: State) -> dict[int, int]:
+    """Return the oldest version of each ready, or running, group of a state."""
+    return {number: oldest for number, name, oldest in state["groups"] if name == kind}
 
 
 def check_flow_state(state: Any, step: int, groups_per_step: int) -> list[int]:

@@ -9,6 +9,7 @@ the root cause, stops all workers and raises one error.
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -180,6 +181,19 @@ class Supervisor:
         if failures.are_unexplained:
             failures.causes += self._dead_workers()
         self._raise_first(failures.causes)
+
+    def answers_within(self, future: Future[Any], limit_s: float) -> list[Any]:
+        """Return what ranks answer within the limit, in rank order. Then the call is forgotten.
+
+        Ranks of restartable roles that die meanwhile are left out; the next call notices them.
+        """
+        until = time.monotonic() + limit_s
+        while future.pending and time.monotonic() < until:
+            with suppress(RankDied):
+                self.poll(min(limits.POLL_S, limit_s))
+        future.pending = {}
+        self.outstanding = [other for other in self.outstanding if other is not future]
+        return [future.values[rank] for rank in sorted(future.values)]
 
     def raise_if_worker_died(self) -> None:
         """Raise WorkerError if a worker has died between two calls."""

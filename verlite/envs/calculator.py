@@ -5,7 +5,7 @@ import json
 import operator
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from verlite.envs.step import Step
@@ -45,6 +45,9 @@ class Calculator:
             },
         },
     }
+
+    async def resume(self, turns: Sequence[str]) -> None:
+        """Do nothing: answers depend on the turn alone."""
 
     async def step(self, text: str, last: bool) -> Step:
         """See `Env.step`. If the expression has no value, the observation is an error message."""

@@ -5,6 +5,7 @@ those of Search-R1's released code, word for word, because checkpoints were trai
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +51,9 @@ class SearchEnv:
         """If `observe_errors`, a failed search is an observation; otherwise it is a ToolError."""
         self._engine = engine
         self._observe_errors = observe_errors
+
+    async def resume(self, turns: Sequence[str]) -> None:
+        """Do nothing: answers depend on the turn alone."""
 
     async def step(self, text: str, last: bool) -> Step:
         """See `Env.step`. An empty query is an invalid action, like a turn with neither tag."""

@@ -55,6 +55,10 @@ class Env(Protocol):
         """
         ...
 
+    # An environment may also have `async def resume(self, turns: Sequence[str]) -> None`. It brings
+    # a new environment into the state of having answered these turns of the model. With
+    # trainer.mode=async, a run that resumes then goes on with samples that had answers.
+
 
 EncodeObservation = Callable[[Step, list[int], int], tuple[list[int], bool]]
 """(step, token ids of the context, limit) -> (token ids of the observation, whether truncated)."""

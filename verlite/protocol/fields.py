@@ -195,6 +195,9 @@ FIELDS: dict[str, Field] = {
     "segments": Field(
         "B", (list,), "generate", "(model or tool, number of tokens) per part of the response"
     ),
+    "running": Field("B", (dict,), "generate", "state of a sample that runs (workers.running)"),
+    "turn_ids": Field("B", _ANY, "generate", "tokens so far of a turn that is generated"),
+    "turn_log_probs": Field("B", _ANY, "generate", "their log-probs"),
     "transcript": Field("B", _ANY, "generate", "(model or tool, text) per part of the response"),
     "session": Field(
         "B",

@@ -42,7 +42,8 @@ _CALL_POLL_S = 1.0  # interval at which a blocked caller checks whether the engi
 
 
 class FinishedRequest(NamedTuple):
-    """A request completed by a step. The other fields are those of `Completion`."""
+    """A request completed by a step, or what it has so far. The other fields are those of
+    `Completion`."""
 
     request_id: int
     ids: list[int]
@@ -57,8 +58,18 @@ class Core(Protocol):
     max_model_len: int
     vocab_size: int
 
-    def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request with a validated prompt."""
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        so_far: Completion | None = None,
+    ) -> None:
+        """Queue a request with a validated prompt.
+
+        so_far: its first tokens, with which it goes on. They count as its own: in
+            sampling.max_tokens, `progress`, and what `step` returns.
+        """
         ...
 
     def abort(self, request_id: int) -> None:
@@ -78,6 +89,13 @@ class Core(Protocol):
         """Return {request: number of its tokens so far}; requests without tokens may be missing.
 
         What a later step returns was computed with the weights of that step.
+        """
+        ...
+
+    def so_far(self) -> list[FinishedRequest]:
+        """Return the tokens of all requests so far, with finish_reason "".
+
+        Those that are complete have their reason. The next step returns them too.
         """
         ...
 
@@ -153,6 +171,7 @@ class BatchedEngine:
         self._submit_lock = threading.Lock()
         self._waiting: dict[int, Waiter] = {}
         self._spans: dict[int, Spans] = {}  # of tokens that running requests had at the last load
+        self._names: dict[int, Any] = {}
         self._request_ids = itertools.count()
         self.last_step = time.monotonic()
         self._busy_s = self._sample_seconds = 0.0
@@ -164,7 +183,13 @@ class BatchedEngine:
         self._thread.start()
         self.tokenizer = started.result()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        so_far: Completion | None = None,
+        name: Any = None,
+    ) -> Completion:
         """Generate a continuation; see `Engine.generate`.
 
         Requests issued in the same event-loop tick are submitted as one job, so batches are the
@@ -180,16 +205,18 @@ class BatchedEngine:
                 return
             try:
                 self._check_ready()
-                _check_prompt(ids, core)
-                core.add(request_id, ids, sampling)
+                _check_prompt(ids if so_far is None else ids + so_far.ids, core)
+                core.add(request_id, ids, sampling, so_far)
             except Exception as error:  # only this request fails
                 _answer([(waiter, error)])
             else:
                 self._waiting[request_id] = waiter
+                self._names[request_id] = name
+                if so_far is not None:
+                    self._spans[request_id] = list(so_far.weight_versions)
 
         def abort(core: Core) -> None:
-            self._waiting.pop(request_id, None)
-            self._spans.pop(request_id, None)
+            self._forget(request_id)
             core.abort(request_id)
 
         self._new_requests.put(add)
@@ -225,6 +252,30 @@ class BatchedEngine:
                     f"{len(self._waiting)} requests waited"
                 )
             done, _ = await asyncio.wait([waiter], timeout=self._timeout - silence)
+
+    def _forget(self, request_id: int) -> tuple[Waiter | None, Spans]:
+        """Forget a request. Return who waits for it, and the versions at the last load."""
+        self._names.pop(request_id, None)
+        return self._waiting.pop(request_id, None), self._spans.pop(request_id, [])
+
+    def running(self) -> dict[Any, Completion]:
+        """Return what running requests have so far; see `Engine.running`. Those that turn out to be
+        complete are answered."""
+
+        def look(core: Core) -> dict[Any, Completion]:
+            self._note_versions(core)
+            requests = core.so_far()
+            self._resolve([one for one in requests if one.finish_reason])
+            return {
+                self._names[one.request_id]: Completion(
+                    one.ids, one.log_probs, "", list(self._spans.get(one.request_id, []))
+                )
+                for one in requests
+                if self._names.get(one.request_id) is not None
+            }
+
+        found: dict[Any, Completion] = self._call(look)
+        return found
 
     def _submit_new_requests(self) -> None:
         """Send all queued requests to the engine's thread as one job."""
@@ -481,8 +532,7 @@ class BatchedEngine:
         """Answer the requests that a step completed."""
         answers: list[tuple[Waiter, Completion | Exception]] = []
         for request in step:
-            waiter = self._waiting.pop(request.request_id, None)
-            spans = self._spans.pop(request.request_id, [])
+            waiter, spans = self._forget(request.request_id)
             if waiter is not None:
                 self._extend(spans, len(request.ids))
                 completion = Completion(

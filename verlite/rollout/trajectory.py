@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -45,10 +46,26 @@ class Request:
     """Converts an observation into tokens. None encodes it as plain text (`encode_text`)."""
 
 
+@dataclass
+class Sample:
+    """A sample that can be interrupted: what it has so far, and goes on with.
+
+    name: under which the engine knows its requests, with the number of the turn.
+    so_far: tokens of the turn that the engine generates.
+    """
+
+    name: Any
+    trajectory: Trajectory
+    so_far: Completion | None = None
+
+
 async def run_trajectory(
-    engine: Engine, request: Request, waits_for: Callable[[str], None] = lambda what: None
+    engine: Engine,
+    request: Request,
+    waits_for: Callable[[str], None] = lambda what: None,
+    sample: Sample | None = None,
 ) -> Trajectory:
-    """Sample one trajectory.
+    """Sample one trajectory, or go on with `sample`.
 
     An exception of the environment, or a request the engine rejects, ends the trajectory with
     status ERROR. `waits_for(what)` is called before each wait, for "the engine" or "env.step".
@@ -56,9 +73,10 @@ async def run_trajectory(
     Raises:
         EngineError: the engine cannot generate, so every other sample fails too.
     """
-    trajectory = Trajectory(list(request.prompt_ids))
+    sample = sample or Sample(None, Trajectory(list(request.prompt_ids)))
+    trajectory = sample.trajectory
     try:
-        await _run(engine, request, trajectory, waits_for)
+        await _run(engine, request, sample, waits_for)
     except EngineError:
         raise
     except ToolError as error:
@@ -71,31 +89,43 @@ async def run_trajectory(
     return trajectory
 
 
+def goes_on(request: Request, trajectory: Trajectory) -> bool:
+    """Return whether a sample can be continued elsewhere: its environment has answered no turn, or
+    can be brought into the state of having answered them (`Env.resume`)."""
+    return not trajectory.turn_scores or hasattr(request.env, "resume")
+
+
 async def _run(
-    engine: Engine, request: Request, trajectory: Trajectory, waits_for: Callable[[str], None]
+    engine: Engine, request: Request, sample: Sample, waits_for: Callable[[str], None]
 ) -> None:
-    env = request.env
+    env, trajectory = request.env, sample.trajectory
     sampling = request.sampling
     if env is not None:
         sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *env.stop))))
     encode = request.encode_observation or encode_text(engine.tokenizer)
     token_limit = request.max_response_tokens or request.sampling.max_tokens
-    for turn in range(request.max_turns + 1):
-        remaining = token_limit - len(trajectory.response_ids)
-        limited = replace(sampling, max_tokens=min(sampling.max_tokens, remaining))
-        waits_for("the engine")
-        completion = await _generate(engine, trajectory, with_seed(limited, turn))
-        if completion.finish_reason == "abort":
-            trajectory.fail("the engine aborted the request")
-            return
-        if completion.finish_reason == "length":
-            trajectory.status = Status.LENGTH
-            return
-        if env is None:
-            return
+    answered = len(trajectory.turn_scores)
+    if answered:  # by the environment of an interrupted process
+        texts = [_text_view(engine.tokenizer, ids, sampling.stop) for ids in _turns(trajectory)]
+        await env.resume(texts[:answered])  # type: ignore[union-attr]  # `goes_on`
+    for turn in range(answered, request.max_turns + 1):
+        if turn == trajectory.turns:  # otherwise the environment was interrupted
+            remaining = token_limit - len(trajectory.response_ids)
+            limited = replace(sampling, max_tokens=min(sampling.max_tokens, remaining))
+            waits_for("the engine")
+            completion = await _generate(engine, sample, with_seed(limited, turn))
+            if completion.finish_reason == "abort":
+                trajectory.fail("the engine aborted the request")
+                return
+            if completion.finish_reason == "length":
+                trajectory.status = Status.LENGTH
+                return
+            if env is None:
+                return
 
+        assert env is not None
         is_last = turn == request.max_turns
-        text = _text_view(engine.tokenizer, completion.ids, sampling.stop)
+        text = _text_view(engine.tokenizer, _turns(trajectory)[-1], sampling.stop)
         waits_for("env.step")
         step = await _step_env(env, trajectory, text, is_last)
         if step.done or is_last:
@@ -111,11 +141,21 @@ async def _run(
         trajectory.truncated_observations += is_truncated
 
 
-async def _generate(engine: Engine, trajectory: Trajectory, sampling: Sampling) -> Completion:
+def _turns(trajectory: Trajectory) -> list[list[int]]:
+    """Return the tokens of each of the model's turns."""
+    ids = iter(trajectory.response_ids)
+    parts = [(author, list(islice(ids, count))) for author, count in trajectory.segments]
+    return [part for author, part in parts if author == "model"]
+
+
+async def _generate(engine: Engine, sample: Sample, sampling: Sampling) -> Completion:
     """Generate one turn and append it."""
     started_at = time.monotonic()
+    trajectory = sample.trajectory
     context = trajectory.prompt_ids + trajectory.response_ids
-    completion = await engine.generate(context, sampling)
+    name = None if sample.name is None else (sample.name, trajectory.turns)
+    completion = await engine.generate(context, sampling, sample.so_far, name)
+    sample.so_far = None
     trajectory.gen_seconds += time.monotonic() - started_at
     trajectory.append_sampled(completion)
     return completion

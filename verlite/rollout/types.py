@@ -22,6 +22,7 @@ Spans = list[tuple[int, int]]
 """(weight version, number of tokens that it sampled) of consecutive tokens, oldest first."""
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # the increment of SplitMix64
+_TOKEN_STEP = 0xBF58476D1CE4E5B9  # another odd number
 _SEED_LIMIT = 1 << 63
 
 
@@ -110,7 +111,7 @@ class Completion:
     """Log-prob of each sampled token under the distribution it was drawn from."""
     finish_reason: str
     """"stop" (end of sequence or stop string), "length" (max_tokens reached) or "abort" (the engine
-    gave up)."""
+    gave up). "" if it is not finished."""
     weight_versions: Spans
     """Versions of the weights that sampled its tokens. Several if weights were loaded meanwhile."""
 
@@ -226,13 +227,28 @@ class Engine(Protocol):
     last_step: float
     """When it completed its last generation step or weight load, by time.monotonic()."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        so_far: Completion | None = None,
+        name: Any = None,
+    ) -> Completion:
         """Generate a continuation of `prompt_ids`.
+
+        Args:
+            so_far: the first tokens of the answer, which `running` of this or of another engine has
+                returned. It goes on after them, and they count as its own.
+            name: under which `running` returns the request.
 
         Raises:
             ValueError: the prompt is invalid or too long. Only this request fails.
             EngineError: the engine cannot generate.
         """
+        ...
+
+    def running(self) -> dict[Any, Completion]:
+        """Return what the requests with a name that are not finished have so far."""
         ...
 
     def load_weights(
@@ -304,3 +320,13 @@ def with_seed(sampling: Sampling, turn: int) -> Sampling:
     if sampling.seed is None or turn == 0:
         return sampling
     return replace(sampling, seed=(sampling.seed + turn * _SEED_STEP) % _SEED_LIMIT)
+
+
+def after_tokens(sampling: Sampling, count: int) -> Sampling:
+    """Return what is left of `sampling` after the first `count` tokens, for an engine that takes
+    them for a part of the prompt: fewer tokens, and another seed, because the random numbers of the
+    first tokens must not be used again."""
+    seed = sampling.seed
+    if seed is not None:
+        seed = (seed + count * _TOKEN_STEP) % _SEED_LIMIT
+    return replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)

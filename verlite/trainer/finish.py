@@ -156,6 +156,8 @@ def save(run: Run) -> events.Command | None:
     """Write a checkpoint. Return what the control says then. Raises CheckpointError (`saving`)."""
 
     def write() -> None:
+        if run.groups is not None:
+            run.groups.look(run.rollout)
         checkpoints.write(
             run.run_dir, run.step, run.state(), lambda folder: save_parts(run, folder)
         )
@@ -167,9 +169,12 @@ def save_parts(run: Run, folder: Path) -> None:
     """Write what a checkpoint has beside the driver's state. Raises OSError: it is not written."""
     save_workers(run, folder)
     if run.groups is not None:
-        saved_groups.write(
-            folder / saved_groups.FOLDER, run.groups.answers, run.groups.requests, run.display.warn
-        )
+        parts = {
+            saved_groups.FINISHED: run.groups.answers,
+            saved_groups.RUNNING: run.groups.running,
+        }
+        for name, samples in parts.items():
+            saved_groups.write(folder / name, samples, run.groups.requests, run.display.warn)
 
 
 def save_workers(run: Run, folder: Path) -> None:

@@ -12,16 +12,24 @@ import torch
 
 from verlite.control.flow import (
     Flow,
+    State,
     check_entries,
     check_flow_state,
     flow_state_at,
     is_count,
     wrong,
 )
+from verlite.controller import worker_group
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.rollout.types import Load
 from verlite.trainer.flow_metrics import Window, load_metrics
+from verlite.trainer.saved_groups import rows_of
+from verlite.workers.rollout import RolloutWorker
+
+LOOK_S = 10.0
+"""How long the engines may take to say what running samples have so far. An engine that is stuck
+must not hold up a save."""
 
 
 @dataclass
@@ -35,6 +43,8 @@ class Groups:
         requests: the group's samples without responses (`batch.requests`).
         answers: what the rollout worker returned, of each finished group. The driver keeps the
             tokens, so they outlive the engine.
+        running: what the samples of groups that are not finished had when they were last looked
+            at, or in the checkpoint (`RolloutWorker.running`).
         in_step: the groups of the current step, until its updates are done.
         numbers: number of each group by its uid.
         window: lengths of the responses that were sampled and trained lately.
@@ -49,6 +59,7 @@ class Groups:
     undrawn: list[int] = field(default_factory=list)
     requests: dict[int, DataProto] = field(default_factory=dict)
     answers: dict[int, DataProto] = field(default_factory=dict)
+    running: dict[int, DataProto] = field(default_factory=dict)
     in_step: list[int] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
@@ -81,6 +92,7 @@ class Groups:
             versions = versions[versions >= 0]  # without rows that failed before their first token
             oldest = int(versions.min()) if len(versions) else None
             if self.flow.finished(number, oldest):
+                self.running.pop(number, None)
                 rows = rows.pop(["sample_index"], ["uid"])[1].select(meta_info_keys=[])
                 self.keep(number, rows)
                 found.append(number)
@@ -123,10 +135,39 @@ class Groups:
             del self.answers[number]
         self.in_step = []
 
+    def look(self, engines: RolloutWorker) -> None:
+        """Ask the engines what the running samples have so far, for a checkpoint.
+
+        Engines that do not answer within LOOK_S, or have died, are left out: the next call notices
+        them. After the engines were ended, what they last said stays.
+        """
+        workers = worker_group.group(engines)
+        if not any(worker in workers.supervisor.workers for worker in workers.workers):
+            return
+        call = worker_group.submit(engines.running)
+        answers = workers.supervisor.answers_within(call, LOOK_S)
+        waiting = [n for n in self.running if self.flow.groups[n].state is State.QUEUED]
+        self.running = {number: self.running[number] for number in waiting}
+        for rows in answers:
+            uids = rows.non_tensor_batch["uid"]
+            for uid in dict.fromkeys(uids):
+                self.running[self.numbers[uid]] = rows.select_idxs(uids == uid)
+
+    def begun(self, number: int) -> list[dict[str, Any] | None]:
+        """Return what each sample of a group had in the checkpoint, None for nothing. It is
+        forgotten: the engine has it now."""
+        found: list[dict[str, Any] | None] = [None] * len(self.requests[number])
+        rows = self.running.pop(number, None)
+        if rows is not None:
+            for place, row in zip(rows.batch["sample_index"].tolist(), rows_of(rows), strict=True):
+                found[place] = row
+        return found
+
     def engines_replaced(self, engines: Iterable[int]) -> None:
         """Let the groups that ran on engines that died be sampled again."""
         for engine in engines:
-            self.flow.engine_lost(engine)
+            for number in self.flow.engine_lost(engine):
+                self.running.pop(number, None)
             self.flow.engine_back(engine)
             self.loads.pop(engine, None)
             self.loads_before.pop(engine, None)

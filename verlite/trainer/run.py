@@ -221,10 +221,12 @@ class Run:
 
     def obey(self, commands: list[events.Command]) -> events.Command | None:
         """End the engines if the machine says so, which frees their device memory for the
-        checkpoint. Return the command that is left."""
+        checkpoint, after a last look at the samples that run. Return the command that is left."""
         following = None
         for command in commands:
             if isinstance(command, (events.GiveUp, events.EndEngines)):
+                if self.groups is not None:
+                    self.groups.look(self.workers["rollout"])
                 engines = group(self.workers["rollout"])
                 engines.supervisor.stop(engines.workers)
             if isinstance(command, events.GiveUp):

@@ -1,9 +1,9 @@
-"""The finished groups of asynchronous training in a checkpoint: a run that resumes trains them
-instead of sampling them again.
+"""The groups of asynchronous training in a checkpoint: a run that resumes trains the finished ones
+and goes on with the running ones, instead of sampling them again.
 
-They are one batch in the folder `groups`, without pickle: the rollout workers' columns, and two
-that tell whether a group is still what the run would ask for (`uid`, and `sampling` as text). A
-group that is not is sampled again, so nothing here refuses a checkpoint.
+They are one batch each in the folders `groups` and `running`, without pickle: the rollout workers'
+columns, and two that tell whether a group is still what the run would ask for (`uid`, and
+`sampling` as text). A group that is not is sampled again, so nothing here refuses a checkpoint.
 """
 
 import shutil
@@ -19,8 +19,11 @@ from verlite.protocol.fields import check, columns
 from verlite.protocol.ragged import RESPONSE
 from verlite.trainer.checkpoints import Checkpoint
 from verlite.workers.rollout import as_columns
+from verlite.workers.running import as_rows, of_row, oldest_version
 
-FOLDER = "groups"
+FINISHED, RUNNING = "groups", "running"
+"""Folders of a checkpoint."""
+WORDS = {FINISHED: "finished", RUNNING: "running"}
 SESSION = "session"
 """Column of agent programs' samples."""
 _UNREADABLE = (
@@ -32,23 +35,25 @@ _UNREADABLE = (
 
 def write(
     folder: Path,
-    answers: Mapping[int, DataProto],
+    samples: Mapping[int, DataProto],
     requests: Mapping[int, DataProto],
     warn: Callable[[str], None],
 ) -> None:
-    """Write finished groups.
+    """Write groups, finished or running.
 
     Args:
-        answers, requests: of each group, by number (`Groups`).
+        samples, requests: of each group, by number (`Groups`).
         warn: says that they have values that cannot be saved: an environment may report anything.
 
     Raises:
         OSError: they cannot be written.
     """
-    parts = [
-        fetch(answer.select(meta_info_keys=[])).with_non_tensor(**_identity(requests[number]))
-        for number, answer in answers.items()
-    ]
+    parts = []
+    for number, rows in samples.items():
+        asked = requests[number]
+        if "sample_index" in rows.tensors():  # not all of its samples may be there
+            asked = asked.select_idxs(rows.batch["sample_index"])
+        parts.append(fetch(rows.select(meta_info_keys=[])).with_non_tensor(**_identity(asked)))
     if not parts:
         return
     try:
@@ -58,53 +63,65 @@ def write(
     except (TypeError, ValueError, RecursionError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         warn(
-            f"the checkpoint is written without {len(parts)} finished prompts, which a run that "
-            f"resumes samples again: {type(error).__name__}: {error}"
+            f"the checkpoint is written without {len(parts)} {WORDS[folder.name]} prompts, which a "
+            f"run that resumes samples again: {type(error).__name__}: {error}"
         )
 
 
 def read(
     checkpoint: Checkpoint,
+    folder: str,
     requests: Mapping[int, DataProto],
-    ready: Mapping[int, int],
+    oldest: Mapping[int, int],
     warn: Callable[[str], None],
 ) -> dict[int, DataProto]:
-    """Return the finished groups of a checkpoint that fit the run, by number.
+    """Return the groups of a checkpoint that fit the run, by number.
 
     Args:
+        folder: FINISHED or RUNNING.
         requests: of each group that is not trained, by number.
-        ready: oldest version of each finished group.
+        oldest: oldest version of each of these groups, by the driver's state.
         warn: says which groups are sampled again, and why.
     """
-    if not checkpoint.files(FOLDER):  # none was finished, or an earlier version wrote it
+    if not checkpoint.files(folder):  # there was none, or an earlier version wrote it
         return {}
-    folder = checkpoint.path / FOLDER
+    path, what = checkpoint.path / folder, f"{WORDS[folder]} prompts of the checkpoint"
+    fits = _fits if folder == FINISHED else _goes_on
     try:
-        batch = check(DataProto.load_from_disk(folder))
-        _check_columns(batch)
+        batch = check(DataProto.load_from_disk(path))
+        _check_columns(batch, folder)
         uids = batch.non_tensor_batch["uid"]
         found, unfit = {}, []
-        for number in ready:
+        for number in oldest:
             own = requests[number]
             rows = batch.select_idxs(uids == own.non_tensor_batch["uid"][0])
             if not len(rows):
                 continue
-            if _fits(rows, own, ready[number]):
+            if fits(rows, own, oldest[number]):
                 found[number] = rows.pop([], ["uid", "sampling"])[1].select(meta_info_keys=[])
             else:
                 unfit.append(number)
     except _UNREADABLE as error:
         warn(
-            f"{folder} cannot be used, so the finished prompts of the checkpoint are sampled "
-            f"again: {type(error).__name__}: {error}"
+            f"{path} cannot be used, so the {what} are sampled again: "
+            f"{type(error).__name__}: {error}"
         )
         return {}
     if unfit:
-        warn(
-            f"{len(unfit)} finished prompts of the checkpoint are sampled again: they were sampled "
-            "with other settings"
-        )
+        warn(f"{len(unfit)} {what} are sampled again: they were sampled with other settings")
     return found
+
+
+def oldest_of(rows: DataProto) -> int | None:
+    """Return the oldest version that sampled a token of a running group, None without any."""
+    versions = [oldest_version(of_row(row)) for row in rows_of(rows)]
+    return min((version for version in versions if version is not None), default=None)
+
+
+def rows_of(rows: DataProto) -> list[dict[str, Any]]:
+    """Return the rows of running samples as `RolloutWorker.start` takes them."""
+    columns = rows.non_tensor_batch
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(rows))]
 
 
 def _identity(requests: DataProto) -> dict[str, Any]:
@@ -113,12 +130,14 @@ def _identity(requests: DataProto) -> dict[str, Any]:
     return {"uid": own["uid"], "sampling": object_array([str(one) for one in own["sampling"]])}
 
 
-def _check_columns(batch: DataProto) -> None:
+def _check_columns(batch: DataProto, folder: str) -> None:
     """Raise ValueError unless the batch has the columns that the rollout workers return, with or
     without turns, or of agent programs."""
     added = {"uid", "sampling"}
     kinds = ((False, False), (True, False), (True, True))
     known = [columns(as_columns([], [], {}, 0.0, *kind)) | added for kind in kinds]
+    if folder == RUNNING:
+        known = [columns(as_rows([])) | added]
     if columns(batch) not in known:
         different = min((sorted(columns(batch) ^ names) for names in known), key=len)
         raise ValueError(f"its columns are not those of a rollout worker: {', '.join(different)}")
@@ -137,6 +156,22 @@ def _fits(rows: DataProto, requests: DataProto, oldest: int) -> bool:
         and (is_of_program or all(map(_same_tokens, mine["prompt_ids"], own["prompt_ids"])))
         and (not len(versions) or int(versions.min()) == oldest)
         and rows.batch["response_length"].tolist() == [len(ids) for ids in mine[RESPONSE]]
+    )
+
+
+def _goes_on(rows: DataProto, requests: DataProto, oldest: int) -> bool:
+    """Return whether these samples are what the run would ask for, and not older than the group in
+    the driver's state."""
+    places = rows.batch["sample_index"].tolist()
+    if sorted(set(places)) != places or not 0 <= places[0] <= places[-1] < len(requests):
+        return False
+    own = requests.select_idxs(places).non_tensor_batch
+    asked = [str(one) for one in own["sampling"]]
+    found = oldest_of(rows)
+    return (
+        list(rows.non_tensor_batch["sampling"]) == asked
+        and all(map(_same_tokens, rows.non_tensor_batch["prompt_ids"], own["prompt_ids"]))
+        and (found is None or found >= oldest)
     )
 
 

@@ -19,6 +19,7 @@ from verlite.rollout.types import EngineDied
 CLOSE_S = 10.0
 """How long `close` waits for the thread, which a job may block."""
 
+A = TypeVar("A")
 T = TypeVar("T")
 Jobs = Sequence[Callable[[], Coroutine[Any, Any, T]]]
 
@@ -36,7 +37,7 @@ class Waits:
     limit_s: float
     """`trainer.phase_timeout_s`."""
     running: dict[tuple[str, int], str] = field(default_factory=dict)
-    """{(uid, row): "the engine", "env.step", ...}"""
+    """{(uid, place in the group): "the engine", "env.step", ...}"""
     moved: float = 0.0
 
     def note(self, sample: tuple[str, int], what: str | None) -> None:
@@ -116,6 +117,20 @@ class Background(Generic[T]):
         if not found:
             self._raise_failure()
         return found
+
+    def ask(self, question: Callable[[], Coroutine[Any, Any, A]], within_s: float) -> A:
+        """Run a coroutine between the jobs, and return its result.
+
+        Raises:
+            TimeoutError: a job blocks the thread. RuntimeError: the thread has ended.
+        """
+        coroutine = question()
+        try:
+            answer = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise
+        return answer.result(within_s)
 
     def close(self) -> None:
         """Cancel all jobs and end the thread.

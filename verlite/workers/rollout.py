@@ -5,6 +5,7 @@ import functools
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from verlite.spec.roles import RolloutSpec
 from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.transport import Export, Offer
 from verlite.workers.background import Background, Waits
+from verlite.workers.running import Running, as_rows, of_row
 from verlite.workers.weight_reader import WeightReader
 
 if TYPE_CHECKING:  # it needs an HTTP server, which other runs do not
@@ -44,6 +46,12 @@ KEPT = (
     "transcript",
 )
 """Columns of samples that the driver has references to."""
+
+RUNNING_S = 5.0
+"""How long `running` waits for the samples, which a call may block."""
+ANSWER_TURNS = 10
+"""Turns of the event loop in which each answer of the engine that was there before reaches its
+sample; it takes four."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,11 @@ class RolloutWorker(Worker):
         `generate` and weight syncs work meanwhile. On an idle engine a group is sampled as by
         `generate`, bit for bit.
 
+        Args:
+            requests: of whole groups, in order. With a column `so_far`: what `running` of another
+                worker has returned of a sample, as a dict by column; it goes on after that. None:
+                it has nothing yet.
+
         Raises:
             EngineError: a group that was started earlier could not be sampled. All others have
                 ended with it. `abandon` makes the worker ready to start again.
@@ -137,17 +150,27 @@ class RolloutWorker(Worker):
             self._rewards = self.scorer.stream()
             self._background_world = self._agents() or factory
             self._waits = Waits(self.spec.phase_timeout_s)
+            self._samples: dict[str, list[Running]] = {}
             self._background = Background(self._background_world)
         columns = requests.non_tensor_batch
         prepared_requests = self._requests(columns, self._background_world)
+        so_far = columns.get("so_far", itertools.repeat(None))
         groups: dict[str, list[int]] = {}
-        for row, uid in enumerate(columns["uid"]):
-            groups.setdefault(uid, []).append(row)
-            self._waits.note((uid, row), "its start")
-        sample = functools.partial(
-            self._sample_group, self._rewards, self._waits, columns, prepared_requests
+        for row, (uid, request, prompt_ids, begun) in enumerate(
+            zip(columns["uid"], prepared_requests, columns["prompt_ids"], so_far, strict=False)
+        ):
+            rows = groups.setdefault(uid, [])
+            name = (uid, len(rows))
+            rows.append(row)
+            self._waits.note(name, "its start")
+            sample = Running(name, Trajectory(list(prompt_ids)), request=request)
+            if begun is not None:
+                sample = of_row(begun, name, request)
+            self._samples.setdefault(uid, []).append(sample)
+        group = functools.partial(self._sample_group, self._rewards, self._waits, columns)
+        self._background.start(
+            [functools.partial(group, self._samples[uid], rows) for uid, rows in groups.items()]
         )
-        self._background.start([functools.partial(sample, rows) for rows in groups.values()])
 
     @register("all")
     def finished(self, wait_s: float) -> DataProto:
@@ -168,8 +191,37 @@ class RolloutWorker(Worker):
         groups = [] if self._background is None else self._background.finished(wait_s)
         if self._background is not None and not groups:
             self._waits.check(self.engine.last_step, self._background.blocked_at)
+        for one in groups:
+            del self._samples[one.non_tensor_batch["uid"][0]]
         answer = DataProto.concat(groups or [self._as_group([], [], [], [], 0.0)])
         return answer.with_meta(load=self.engine.load())
+
+    @register("all")
+    def running(self) -> DataProto:
+        """Return the samples of the groups that `finished` has not returned, as they are now.
+
+        Those that nothing was sampled of are left out, and those that no other worker can go on
+        with (`trajectory.goes_on`). Nothing is changed.
+
+        Returns:
+            The rows of `workers.running`. 0 rows if the samples do not answer within RUNNING_S.
+        """
+        samples: list[Running] = []
+        if self._background is not None:
+            with suppress(TimeoutError, RuntimeError):  # `finished` says why
+                return self._background.ask(self._look, RUNNING_S)
+        return as_rows(samples)
+
+    async def _look(self) -> DataProto:
+        so_far = await asyncio.to_thread(self.engine.running)
+        for _ in range(ANSWER_TURNS):
+            await asyncio.sleep(0)
+        samples = [
+            replace(one, so_far=so_far.get((one.name, one.trajectory.turns), one.so_far))
+            for group in self._samples.values()
+            for one in group
+        ]
+        return as_rows([one for one in samples if one.goes_on])
 
     @register("all")
     def abandon(self) -> None:
@@ -185,36 +237,40 @@ class RolloutWorker(Worker):
         rewards: Stream | RemoteStream,
         waits: Waits,
         columns: Mapping[str, Any],
-        prepared_requests: Sequence[Any],
+        samples: Sequence[Running],
         rows: Sequence[int],
     ) -> DataProto:
         """Sample and score the rows of a group."""
-        ended_at = 0.0
+        ended_at = time.monotonic()
         sampler = self._sampler(self._background_world)
 
-        async def sample(row: int) -> tuple[Trajectory, DecodedResponse, RewardResult]:
+        async def sample(
+            row: int, one: Running
+        ) -> tuple[Trajectory, DecodedResponse, RewardResult]:
             nonlocal ended_at
-            note = functools.partial(waits.note, (columns["uid"][row], row))
-            trajectory = await sampler(prepared_requests[row], note)
-            ended_at = time.monotonic()
-            decoded = self._decode(trajectory)
-            if trajectory.status == Status.ERROR:
-                note(None)
-                return trajectory, decoded, RewardResult(None)
-            if trajectory.score is not None:
-                note(None)
-                return trajectory, decoded, trajectory.score
-            note("its reward")
-            reward = rewards.score(self._reward_item(columns, row, trajectory, decoded))
-            # Shielded, because the thread that scores completes the future in any case.
-            result = await asyncio.shield(asyncio.wrap_future(reward))
+            note = functools.partial(waits.note, one.name)
+            if not one.is_finished:
+                own = (one,) if isinstance(one.request, Request) else ()
+                one.trajectory = await sampler(one.request, note, *own)
+                one.is_finished = True
+                ended_at = time.monotonic()
+            decoded = self._decode(one.trajectory)
+            if one.trajectory.status == Status.ERROR:
+                one.result = RewardResult(None)
+            elif one.trajectory.score is not None:
+                one.result = one.trajectory.score
+            if one.result is None:
+                note("its reward")
+                reward = rewards.score(self._reward_item(columns, row, one.trajectory, decoded))
+                # Shielded, because the thread that scores completes the future in any case.
+                one.result = await asyncio.shield(asyncio.wrap_future(reward))
             note(None)
-            return trajectory, decoded, result
+            return one.trajectory, decoded, one.result
 
         async with asyncio.TaskGroup() as tasks:
-            samples = [tasks.create_task(sample(row)) for row in rows]
+            jobs = [tasks.create_task(sample(*both)) for both in zip(rows, samples, strict=True)]
         waited_s = time.monotonic() - ended_at
-        trajectories, decoded, results = zip(*(task.result() for task in samples), strict=True)
+        trajectories, decoded, results = zip(*(job.result() for job in jobs), strict=True)
         uids = [columns["uid"][row] for row in rows]
         return self._as_group(uids, trajectories, decoded, results, waited_s)
 

@@ -32,7 +32,7 @@ from transformers import (
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines.kv_cache import CACHED_ATTENTION, KVCache
 from verlite.rollout.sampling import mix64, sample, uniform
-from verlite.rollout.types import EngineOptions, Sampling
+from verlite.rollout.types import Completion, EngineOptions, Sampling
 from verlite.small_model import sequences, small_config, small_model, unsuitable
 from verlite.spec.roles import ModelSpec
 from verlite.spec.rope import beyond_limit, position_limit
@@ -44,6 +44,7 @@ _PREFILL_TOKENS = 8192  # padded prompt tokens per prefill pass; bounds activati
 _SLOT_STEP = 64  # slots of the cache are a multiple of it, so that it is not resized often
 _CACHE_TOLERANCE = 0.02  # largest difference of cached logits, in standard deviations of the logits
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 character decodes to
+_NOTHING = Completion([], [], "", [])
 _OTHER = "Use rollout.name=vllm, or a model of another architecture (docs/models.md)"
 
 
@@ -63,6 +64,11 @@ class _WaitingRequest:
     request_id: int
     prompt_ids: list[int]
     sampling: Sampling
+    so_far: Completion
+
+    @property
+    def context(self) -> list[int]:
+        return self.prompt_ids + self.so_far.ids
 
 
 class UnsupportedModel(ValueError):
@@ -116,9 +122,17 @@ class HFCore:
 
     # Requests
 
-    def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request."""
-        self._waiting.append(_WaitingRequest(request_id, prompt_ids, sampling))
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        so_far: Completion | None = None,
+    ) -> None:
+        """Queue a request. Its random numbers depend on its seed and on positions, so after the
+        tokens so far it goes on with those that it would have had."""
+        request = _WaitingRequest(request_id, prompt_ids, sampling, so_far or _NOTHING)
+        self._waiting.append(request)
 
     @torch.inference_mode()
     def abort(self, request_id: int) -> None:
@@ -158,18 +172,30 @@ class HFCore:
         if not ended.any():
             return []
         indices = ended.nonzero().flatten().tolist()
-        finished = [self._finished_request(i, bool(stopped[i])) for i in indices]
+        finished = [
+            self._tokens_of(i, "stop" if is_stopped else "length")
+            for i, is_stopped in zip(indices, stopped[indices].tolist(), strict=True)
+        ]
         self._remove(indices)
         return finished
 
-    def _finished_request(self, i: int, is_stopped: bool) -> FinishedRequest:
+    def _tokens_of(self, i: int, finish_reason: str) -> FinishedRequest:
+        """Return the tokens that a row has."""
         new = slice(self._rows[i].prompt_length, int(self._position[i]) + 1)
         return FinishedRequest(
             self._rows[i].request_id,
             self._tokens[i, new].tolist(),
             self._log_probs[i, new].tolist(),
-            "stop" if is_stopped else "length",
+            finish_reason,
         )
+
+    def so_far(self) -> list[FinishedRequest]:
+        """Return the tokens of all requests so far."""
+        waiting = [
+            FinishedRequest(one.request_id, one.so_far.ids, one.so_far.log_probs, "")
+            for one in self._waiting
+        ]
+        return [self._tokens_of(i, "") for i in range(len(self._rows))] + waiting
 
     def progress(self) -> dict[int, int]:
         """Return {request: number of its tokens so far}."""
@@ -360,8 +386,8 @@ class HFCore:
         """Move `count` waiting requests into new rows and prefill them. Equal prompts are computed
         once."""
         admitted = [self._waiting.popleft() for _ in range(count)]
-        admitted.sort(key=lambda request: (len(request.prompt_ids), request.prompt_ids))
-        prompts = [request.prompt_ids for request in admitted]
+        admitted.sort(key=lambda request: (len(request.context), request.context))
+        contexts = [request.context for request in admitted]
         samplings = [request.sampling for request in admitted]
         limits = [self._slots_of(request) for request in admitted]
         first = len(self._rows)
@@ -371,14 +397,18 @@ class HFCore:
             self._rows.append(row)
         new = slice(first, len(self._rows))
         padded = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(prompt) for prompt in prompts], batch_first=True
+            [torch.tensor(context) for context in contexts], batch_first=True
         )
         self._tokens[new, : padded.shape[1]] = padded.to(self.device)
+        for i, request in enumerate(admitted, first):
+            if request.so_far.ids:
+                begin, end = len(request.prompt_ids), len(request.context)
+                self._log_probs[i, begin:end] = torch.tensor(request.so_far.log_probs)
 
         def fill(tensor: Tensor, values: list[Any]) -> None:
             tensor[new] = torch.tensor(values, dtype=tensor.dtype, device=self.device)
 
-        fill(self._position, [len(prompt) - 1 for prompt in prompts])
+        fill(self._position, [len(context) - 1 for context in contexts])
         fill(self._limit, limits)
         fill(self._key, [self._random_key(s) for s in samplings])
         fill(self._temperature, [s.temperature for s in samplings])
@@ -387,7 +417,7 @@ class HFCore:
         fill(self._stops_at_eos, [not s.ignore_eos for s in samplings])
         self._update_flags()
         if self._is_caching:
-            self._prefill({row: prompt[:-1] for row, prompt in enumerate(prompts, first)})
+            self._prefill({row: context[:-1] for row, context in enumerate(contexts, first)})
 
     def _random_key(self, sampling: Sampling) -> int:
         seed = sampling.seed

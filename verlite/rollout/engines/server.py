@@ -70,8 +70,10 @@ class ServerCore:
             self.close()
             raise
 
-    def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request."""
+    def add(
+        self, request_id: int, prompt_ids: list[int], sampling: Sampling, so_far: None = None
+    ) -> None:
+        """Queue a request. None has tokens already: see the constructor."""
         params = self._params(sampling, self.max_model_len - len(prompt_ids))
         self._pool.add(Ask(request_id, prompt_ids, params))
 
@@ -112,6 +114,10 @@ class ServerCore:
         return [_finished(*answer) for answer in self._run(self._pool.turn(_STEP_S))]
 
     def progress(self) -> dict[int, int]:
+        """Not needed: see the constructor."""
+        raise NotImplementedError
+
+    def so_far(self) -> list[FinishedRequest]:
         """Not needed: see the constructor."""
         raise NotImplementedError
 

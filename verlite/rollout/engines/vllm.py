@@ -35,7 +35,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from verlite.machine import old_vllm
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines import vllm_worker
-from verlite.rollout.types import EngineOptions, Sampling
+from verlite.rollout.types import Completion, EngineOptions, Sampling, after_tokens
 from verlite.spec.roles import ModelSpec
 from verlite.threads import dividing
 from verlite.weights.buckets import BucketFiles
@@ -44,6 +44,7 @@ from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
 
 _LOG_PROBS_REQUEST = "log-probs"
+_NOTHING = Completion([], [], "", [])
 _UNREADABLE = "llvmlite.binding.ffi"
 """A module of numba's, which tools and reward functions may import (bm25s does). When vLLM 0.32
 starts on a CPU, it looks into every object of every module, and fails at one of this module that
@@ -84,14 +85,25 @@ class VLLMCore:
         self._adapter: LoRARequest | None = None
         self._adapter_ids = itertools.count(1)
         self._completed: list[FinishedRequest] = []  # which the next step returns
+        self._so_far: dict[int, Completion] = {}  # of requests that were added with tokens
         self._loads = 0
         # Even in eager mode vLLM compiles one sampling helper, which takes as long as the rest of
         # the start.
         self._stance = "force_eager" if args.enforce_eager else "default"
         self._eos = _eos_ids(self.engine)
 
-    def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request."""
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        so_far: Completion | None = None,
+    ) -> None:
+        """Queue a request. vLLM takes the tokens so far for a part of its prompt."""
+        if so_far is not None:
+            self._so_far[request_id] = so_far
+            prompt_ids = prompt_ids + so_far.ids
+            sampling = after_tokens(sampling, len(so_far.ids))
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -108,6 +120,9 @@ class VLLMCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._add_request(str(request_id), prompt_ids, params)
+        if so_far is not None and sampling.stop:  # a stop string may begin in them
+            detokenizer = self._states()[request_id].detokenizer
+            detokenizer.output_text = self.tokenizer.decode(so_far.ids, skip_special_tokens=True)
 
     def _add_request(self, name: str, ids: list[int], params: SamplingParams) -> None:
         prompt = tokens_input(ids, cache_salt=self._salt())
@@ -120,6 +135,7 @@ class VLLMCore:
     def abort(self, request_id: int) -> None:
         """Drop a request."""
         self._completed = [done for done in self._completed if done.request_id != request_id]
+        self._so_far.pop(request_id, None)
         self.engine.abort_request([str(request_id)])
 
     def pending(self) -> int:
@@ -129,20 +145,53 @@ class VLLMCore:
     def step(self) -> list[FinishedRequest]:
         """Advance all running sequences."""
         completed, self._completed = self._completed, []
-        return completed + [_finished_request(output) for output in self._finished_outputs()]
+        return completed + [self._finished(output) for output in self._finished_outputs()]
 
     def progress(self) -> dict[int, int]:
         """Return {request: number of its tokens so far}, after the steps that vLLM's asynchronous
         scheduling has begun."""
+        self._end_steps()
+        counts = {
+            number: state.detokenizer.num_output_tokens() + len(self._before(number).ids)
+            for number, state in self._states().items()
+        }
+        return counts | {done.request_id: len(done.ids) for done in self._completed}
+
+    def so_far(self) -> list[FinishedRequest]:
+        """Return the tokens of all requests so far, after the steps that have begun."""
+        self._end_steps()
+        found = list(self._completed)
+        for number, state in self._states().items():
+            ids, before = list(state.detokenizer.output_token_ids), self._before(number)
+            log_probs = _sampled_log_probs(state.logprobs_processor.logprobs, ids)
+            found.append(
+                FinishedRequest(number, before.ids + ids, before.log_probs + log_probs, "")
+            )
+        return found
+
+    def _end_steps(self) -> None:
+        """End the steps that vLLM's asynchronous scheduling has begun."""
         core = self._engine_core()
         if core.batch_queue:
             core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             while core.batch_queue:
-                self._completed += map(_finished_request, self._finished_outputs())
+                self._completed += map(self._finished, self._finished_outputs())
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _states(self) -> dict[int, Any]:
+        """Return vLLM's state of each request that is not complete."""
         running: Iterable[Any] = self.engine.output_processor.request_states.values()
-        counts = {int(r.external_req_id): r.detokenizer.num_output_tokens() for r in running}
-        return counts | {done.request_id: len(done.ids) for done in self._completed}
+        return {int(state.external_req_id): state for state in running}
+
+    def _before(self, request_id: int) -> Completion:
+        """Return the tokens that a request had when it was added."""
+        return self._so_far.get(request_id, _NOTHING)
+
+    def _finished(self, output: Any) -> FinishedRequest:
+        done = _finished_request(output)
+        before = self._before(done.request_id)
+        self._so_far.pop(done.request_id, None)
+        return done._replace(ids=before.ids + done.ids, log_probs=before.log_probs + done.log_probs)
 
     def _engine_core(self) -> Any:
         """Return vLLM's scheduling engine, which is in this process."""
@@ -170,7 +219,7 @@ class VLLMCore:
                 if output.request_id == _LOG_PROBS_REQUEST:
                     finished.append(output)
                 else:
-                    self._completed.append(_finished_request(output))
+                    self._completed.append(self._finished(output))
         scored = finished[0].prompt_logprobs[1:]
         return [found[token].logprob for found, token in zip(scored, ids[1:], strict=True)]
 

@@ -14,10 +14,10 @@ import torch
 
 from verlite.config.critical import code_contents
 from verlite.config.plan import steps_ahead
-from verlite.control.flow import Flow, State, ready_versions
+from verlite.control.flow import Flow, State, versions_of
 from verlite.controller.columns import keep
 from verlite.controller.failures import RankDied
-from verlite.protocol.data import DataProto
+from verlite.protocol.data import DataProto, object_array
 from verlite.trainer import batch as batches
 from verlite.trainer import saved_groups
 from verlite.trainer.checkpoints import Checkpoint
@@ -66,17 +66,37 @@ def open_groups(run: Run, state: dict[str, Any], checkpoint: Checkpoint | None =
     groups.undrawn = saved["undrawn"]
     for number, row in saved["rows"].items():
         groups.add(int(number), row, requests_of_group(run, int(number), row))
-    found: dict[int, DataProto] = {}
     if checkpoint is not None and state.get("code") == code_contents(run.config):
-        ready = ready_versions(saved["flow"])
-        found = saved_groups.read(checkpoint, groups.requests, ready, run.display.warn)
-    flow.load_state_dict(saved["flow"], found)
-    kept = [number for number in found if flow.groups[number].state is State.READY]
-    for number in kept:
-        groups.keep(number, found[number])
-    if kept:
-        run.display.info(f"{len(kept)} finished prompts of the checkpoint are not sampled again")
+        take_saved(run, groups, checkpoint, saved["flow"])
+    else:
+        flow.load_state_dict(saved["flow"])
     return groups
+
+
+def take_saved(run: Run, groups: Groups, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    """Give the groups of a checkpoint the samples that it has, as far as they fit the settings.
+
+    state: of the flow.
+    """
+
+    def read(folder: str, kind: State) -> dict[int, DataProto]:
+        oldest = versions_of(state, kind)
+        return saved_groups.read(checkpoint, folder, groups.requests, oldest, run.display.warn)
+
+    finished = read(saved_groups.FINISHED, State.READY)
+    running = read(saved_groups.RUNNING, State.RUNNING)
+    versions = {number: saved_groups.oldest_of(rows) for number, rows in running.items()}
+    begun = {number: oldest for number, oldest in versions.items() if oldest is not None}
+    groups.flow.load_state_dict(state, finished, begun)
+    alive = groups.flow.groups
+    for number, rows in finished.items():
+        if alive[number].oldest is not None:
+            groups.keep(number, rows)
+    groups.running = {n: one for n, one in running.items() if alive[n].oldest is not None}
+    if kept := len(groups.answers):
+        run.display.info(f"{kept} finished prompts of the checkpoint are not sampled again")
+    if kept := len(groups.running):
+        run.display.info(f"{kept} running prompts of the checkpoint go on")
 
 
 def first_weights(run: Run) -> None:
@@ -158,6 +178,7 @@ def start_groups(run: Run) -> None:
     for engine, numbers in assigned.items():
         for number in numbers:
             part = groups.requests[number].select([], (*REQUEST_FIELDS, "uid"))
+            part = part.with_non_tensor(so_far=object_array(groups.begun(number)))
             assignment[engine] += range(rows, rows + len(part))
             rows += len(part)
             parts.append(part)
