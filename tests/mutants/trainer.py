@@ -26,6 +26,8 @@ OUTAGE = "verlite.trainer.outage:"
 METRICS = "verlite.trainer.metrics:"
 EVALUATION = "verlite.trainer.validate:"
 REFERENCE = "verlite.trainer.reference:"
+OVERLAP = "verlite.trainer.stages.overlap:"
+OVERLAPS = "tests/trainer/test_overlap.py"
 SERVICE = "tests/trainer/test_reference_service.py"
 CHECKPOINTS = "verlite.trainer.checkpoints:"
 TRACKING = "verlite.trainer.tracking:"
@@ -528,5 +530,17 @@ MUTANTS = [
         "verlite.trainer.groups:Groups.leave_out",
         calls(_uncounted),
         (FLOW,),
+    ),
+    Mutant(
+        "samples that a service failed stay in the pipelined step",
+        OVERLAP + "_lost",
+        returns(False),
+        (OVERLAPS,),
+    ),
+    Mutant(
+        "a pipelined step accumulates rows of later mini-batches",
+        OVERLAP + "first_mini_batch",
+        result(lambda rows: rows and {group: one | True for group, one in rows.items()}),
+        (OVERLAPS,),
     ),
 ]

@@ -204,4 +204,10 @@ MUTANTS = [
         does_nothing,
         (SAMPLES,),
     ),
+    Mutant(
+        "accumulated gradients are divided by the tokens of a step whatever the aggregation",
+        ACTOR + "unit_factor",
+        calls(lambda original, spec, counts: 1 / counts.tokens),
+        ("tests/engine/test_accumulate.py",),
+    ),
 ]
