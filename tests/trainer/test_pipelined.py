@@ -85,7 +85,8 @@ def check_same(run, sync, tiny_qwen2):
     assert [line["step"] for line in lines] == [line["step"] for line in sync.metrics()]
     for line, other in zip(lines, sync.metrics(), strict=True):
         own = {key: value for key, value in quiet(line).items() if "pipelined/" not in key}
-        assert own == pytest.approx(quiet(other), rel=1e-3, abs=1e-6), line["step"]
+        # Log-prob gaps are rounding themselves, up to 4e-6.
+        assert own == pytest.approx(quiet(other), rel=1e-3, abs=1e-5), line["step"]
 
 
 def test_updates_are_those_of_sync(tmp_path, base, sync, tiny_qwen2, monkeypatch):
