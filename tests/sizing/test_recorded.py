@@ -8,7 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from tests.sizing.conftest import config_folder
+from verlite.cli import app
+from verlite.config.load import compose, dump
 from verlite.sizing import recorded as recorded_run
 from verlite.sizing.recorded import measured_costs, read_recorded
 from verlite.sizing.simulation import Costs, Sample, Settings, Turn, Work, Workload, simulate
@@ -188,3 +192,39 @@ def test_time_without_work_is_no_cost_of_the_engine_and_no_cost_is_negative():
     assert costs["decode_sample_s"] == costs["prefill_token_s"] == 0.0
     with pytest.raises(ValueError, match="no time was spent in them"):
         recorded_run._least_squares([(0.0, 0.0, 0.0, 0.0)])
+
+
+def test_the_command_compares_the_modes_of_a_run(tmp_path):
+    """The run's own mode is predicted as it was measured. More devices are settings as all are."""
+    model = config_folder(tmp_path / "model", "tiny")
+    line = [
+        f"actor_rollout_ref.model.path={model}",
+        "data.train_files=absent.parquet",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.max_num_seqs=20",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=3",
+        "cluster.component_placement={rollout: 0, actor: 1-2}",
+    ]
+    write_run(tmp_path / "run", with_tools, SYNC)
+    text = dump(compose(None, line, elsewhere=True))
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    lines = [json.loads(one) for one in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    measured = sum(one["timing_s/step"] for one in lines[2:]) / (STEPS - 2)
+    assert found["measured"]["timing_s/step"] == pytest.approx(measured)
+    rows = {(r["settings"]["mode"], r["settings"]["max_age"]): r for r in found["rows"]}
+    assert rows["sync", 1]["timing_s/step"] == pytest.approx(measured, rel=0.005)
+    assert rows["async", 4]["timing_s/step"] < rows["async", 1]["timing_s/step"] < measured
+    wide = ["trainer.n_gpus_per_node=4", "cluster.component_placement={rollout: 0-1, actor: 2-3}"]
+    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), *wide])
+    assert done.exit_code == 0 and "measured" in done.output, done.output
+    assert "100% of the samples of 12 steps" in done.output
+    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), "--prompt-length=3"])
+    assert done.exit_code == 2 and "leave these options out, or the run" in done.output

@@ -215,6 +215,12 @@ def _show(
 
     out = console()
     out.print(modes.modes_table(found, measured))
+    if len(found) == 1:
+        out.print(
+            "Other modes need devices of their own for the engines: add trainer.n_gpus_per_node=2.",
+            soft_wrap=True,
+            highlight=False,
+        )
     settings = found[0].settings
     for line in (
         f"samples: {samples}.",

@@ -165,5 +165,5 @@ def costs_sentence(costs: Costs, settings: Settings, source: str) -> str:
     return (
         f"costs, {source}: an engine generates {first:,.0f} tokens/s of one sample and {many:,.0f} "
         f"of {min(64, settings.max_num_seqs)}; the trainer takes {trained:,.0f} tokens/s on "
-        f"{settings.trainer_devices} devices; a weight sync takes {seconds(costs.sync_s)}."
+        f"{count(settings.trainer_devices, 'device')}; a weight sync takes {seconds(costs.sync_s)}."
     )
