@@ -243,19 +243,22 @@ def test_a_cancelled_sample_ends_its_program(tmp_path):
 
 def test_what_a_program_gets(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_SECRET_TOKEN", "hush")
+    monkeypatch.setenv("SEARCH_API_KEY", "named")
     monkeypatch.setenv("MY_SETTING", "seen")
     monkeypatch.setenv("no_proxy", "example.org")
     code = """
         assert task == json.loads(os.environ["VERLITE_TASK"])
         ask(task["prompt"])
-        names = ("MY_SECRET_TOKEN", "MY_SETTING", "NO_PROXY", "no_proxy", "OMP_NUM_THREADS")
+        names = ["MY_SECRET_TOKEN", "SEARCH_API_KEY", "MY_SETTING"]
+        names += ["NO_PROXY", "no_proxy", "OMP_NUM_THREADS"]
         seen = {name: str(os.environ.get(name)) for name in names}
         print(json.dumps({"score": 0, "task": json.dumps(task), "folder": os.getcwd(), **seen}))
     """
-    _, (trajectory,) = sample(tmp_path, code, "a")
+    _, (trajectory,) = sample(tmp_path, code, "a", secret_env_vars=["SEARCH_API_KEY"])
     parts = trajectory.score.parts
     assert json.loads(parts["task"]) == ROW and parts["folder"] == os.path.realpath(tmp_path)
     assert (parts["MY_SECRET_TOKEN"], parts["MY_SETTING"]) == ("None", "seen")
+    assert parts["SEARCH_API_KEY"] == "named"
     assert parts["no_proxy"] == "example.org,127.0.0.1" and "127.0.0.1" in parts["NO_PROXY"]
     assert parts["OMP_NUM_THREADS"] == "1"
 

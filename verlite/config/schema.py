@@ -1708,6 +1708,11 @@ class AgentConfig:
     max_processes: int = program_key(
         64, "Programs of one engine that run at the same time.", bound=">= 1"
     )
+    secret_env_vars: list[str] = program_key(
+        [],
+        "Environment variables that a program needs although their names look like those of "
+        "secrets: [SEARCH_API_KEY]. It gets no other such variable.",
+    )
 
 
 search_key = functools.partial(key, used_when="env.name=search")

@@ -113,6 +113,7 @@ class Agents:
                 timeout_s=self._spec.timeout_s,
                 memory_gb=self._spec.memory_gb,
                 folder=self._folder,
+                secret_env_vars=self._spec.secret_env_vars,
             )
         )
         try:

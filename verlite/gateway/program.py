@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ async def run(
     timeout_s: float,
     memory_gb: float,
     folder: str | None = None,
+    secret_env_vars: Sequence[str] = (),
 ) -> str:
     """Run a program until it ends. Return the last line of its output, "" if it printed none.
 
@@ -72,6 +73,7 @@ async def run(
         timeout_s: seconds until it is killed.
         memory_gb: limit of its own memory, in GiB.
         folder: its working directory; None for the current one.
+        secret_env_vars: variables that it gets although their names look like those of secrets.
 
     Raises:
         ProgramError: it cannot be started, ended with another exit code than 0 or by a signal, took
@@ -86,7 +88,7 @@ async def run(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         cwd=folder,
-        env=_variables(text, base_url, token),
+        env=_variables(text, base_url, token, secret_env_vars),
         start_new_session=True,
     )
     assert process.stdin and process.stdout and process.stderr  # all are pipes
@@ -126,8 +128,8 @@ def score_of(line: str) -> RewardResult:
     return result_of(value)
 
 
-def _variables(task: str, base_url: str, token: str) -> dict[str, str]:
-    variables = without_secrets(os.environ)
+def _variables(task: str, base_url: str, token: str, allowed: Sequence[str]) -> dict[str, str]:
+    variables = without_secrets(os.environ, allowed)
     for name in ("NO_PROXY", "no_proxy"):  # the gateway is on this machine
         variables[name] = ",".join(filter(None, (variables.get(name), "127.0.0.1")))
     own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": token}

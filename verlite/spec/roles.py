@@ -391,6 +391,7 @@ class AgentSpec:
     timeout_s: float = 600.0
     memory_gb: float = 4.0
     max_processes: int = 64
+    secret_env_vars: Sequence[str] = ()
     reward: str = "program"
 
 
