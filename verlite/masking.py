@@ -27,13 +27,13 @@ COLUMN = re.compile(
     r"(^|_)(prompt|image|images|video|videos|audio|reward|reward_fn|teacher|student|label|text|"
     r"response|messages|question|answer|input|output|tools|data|source|group|column|sort)_keys?$"
     r"|(^|_)(pad|eos|bos|unk|stop|mask|image|special|added|max|min|num|new)_tokens?$"
-    r"|monkeys?$"
+    r"|monkeys?$|(?-i:^(OLD)?PWD$)"
     r"|(by|com|sur|tres|over|under|low|high|band|all|one|two|multi|single|first|second|last|each|"
     r"forward|backward)_?pass$",
     re.IGNORECASE,
 )
-"""Names that only look like secrets: columns of a data set, special tokens and words, such as
-image_key and bypass."""
+"""Names that only look like secrets: columns of a data set, special tokens, words such as bypass,
+and the shell's working directory."""
 NUMBER_SECRET = re.compile(r"(secret|password|passwd|pwd|passphrase)s?$", re.IGNORECASE)
 """Names whose numbers are masked too."""
 URL_SECRET = re.compile(

@@ -1218,6 +1218,8 @@ def test_secrets_in_urls_are_masked(url, shown):
         "tokens_per_step",
         "token_level_scores",
         "SSH_AUTH_SOCK",
+        "PWD",
+        "OLDPWD",
         "secretary",
         "token_env",
     ],

@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     Mutant(
         "reward functions see all secrets of the environment",
-        POOL + "is_secret",
+        "verlite.masking:is_secret",
         returns(False),
         (HOSTILE,),
     ),
