@@ -30,7 +30,7 @@ class Speaker:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def generate(self, prompt_ids, sampling):
+    async def generate(self, prompt_ids, sampling, so_far=None, name=None):
         said = self.turns.pop(0)
         self.calls.append((list(prompt_ids), sampling))
         self.began.set()
