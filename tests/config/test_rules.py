@@ -951,10 +951,12 @@ def test_own_function_must_exist(material, tmp_path, monkeypatch):
             material.load(f"algorithm.adv_estimator={name}")
 
 
-def test_an_own_engine_of_asynchronous_training_has_progress(material, tmp_path, monkeypatch):
+def test_an_own_engine_tells_the_tokens_of_running_requests(material, tmp_path, monkeypatch):
+    """Else a run with trainer.mode=async or pipelined would end with its first checkpoint."""
     (tmp_path / "my_engines.py").write_text(
         "class Old:\n    def step(self): ...\n"
-        "class New:\n    def progress(self): ...\n"
+        "class Counts:\n    def progress(self): ...\n"
+        "class New:\n    def progress(self): ...\n    def so_far(self): ...\n"
         "class Heir(Old): ...\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -962,8 +964,11 @@ def test_an_own_engine_of_asynchronous_training_has_progress(material, tmp_path,
     for name in ("New", "Heir"):
         material.load(*run, f"{ROLLOUT}name=my_engines:{name}")
     material.load(f"{ROLLOUT}name=my_engines:Old")
-    with pytest.raises(ConfigError, match="my_engines:Old: .*Old has no method progress"):
-        material.load(*run, f"{ROLLOUT}name=my_engines:Old")
+    for name, missing in (("Old", "progress and no method so_far"), ("Counts", "so_far")):
+        with pytest.raises(
+            ConfigError, match=f"my_engines:{name}: .*{name} has no method {missing}"
+        ):
+            material.load(*run, f"{ROLLOUT}name=my_engines:{name}")
 
 
 def test_own_engines_and_trackers_are_legal_names(material, tmp_path, monkeypatch):

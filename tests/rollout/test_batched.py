@@ -64,6 +64,13 @@ class SleepyCore(FaultyCore):
         return {"weights", "kv_cache"}
 
 
+class EarlierCore(FaultyCore):
+    """A core of one's own, from before requests could go on after tokens that they had."""
+
+    def add(self, request_id, prompt_ids, sampling):
+        super().add(request_id, prompt_ids, sampling)
+
+
 def start(path: str, kind=FaultyCore, **options) -> tuple[BatchedEngine, FaultyCore]:
     cores = []
     engine = BatchedEngine(
@@ -89,6 +96,12 @@ def test_heartbeats_see_steps_and_loads_also_between_two_calls(tiny_qwen2):
     assert progress.here.steps == before + 30
     load(engine, core.model, 1)
     assert progress.here.steps == before + 31
+    engine.close()
+
+
+def test_a_core_that_takes_no_tokens_so_far_samples_whole_requests(tiny_qwen2):
+    engine, _ = start(tiny_qwen2, EarlierCore)
+    assert [len(one.ids) for one in ask(engine, [[5], [6]], SAMPLING)] == [30, 30]
     engine.close()
 
 

@@ -197,6 +197,18 @@ def test_the_actor_is_not_updated_during_critic_warmup():
         assert run.actor.steps == updated
 
 
+def test_the_ranks_tokens_are_those_of_the_whole_step_also_during_critic_warmup():
+    run = fake_run(actor=Updates())
+    run.plan.critic_warmup = 3
+    batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+    to_ranks(run, batch.select_idxs(torch.tensor([1])).with_meta(part=1), "actor")
+    assert not run.metrics
+    update_actor(run, batch)
+    tokens = batch.batch["prompt_length"] + batch.batch["response_length"]
+    assert run.metrics["global_seqlen/mean"] == tokens.sum() == 3 * tokens[0]
+    assert not run.actor.steps
+
+
 def test_rows_without_a_greedy_baseline_are_excluded():
     batch = rewarded_batch(
         "done done done done error".split(), [RewardResult(0.25), GOOD, GOOD, RewardResult(0.5)]

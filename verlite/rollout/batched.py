@@ -206,7 +206,8 @@ class BatchedEngine:
             try:
                 self._check_ready()
                 _check_prompt(ids if so_far is None else ids + so_far.ids, core)
-                core.add(request_id, ids, sampling, so_far)
+                # Without it a core of one's own that trainer.mode=sync alone uses has no so_far.
+                core.add(request_id, ids, sampling, *(() if so_far is None else (so_far,)))
             except Exception as error:  # only this request fails
                 _answer([(waiter, error)])
             else:

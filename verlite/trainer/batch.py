@@ -122,13 +122,14 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     group_size = run.plan.sequence_parallel[role]
     n_groups = len(run.plan.placement[role]) // group_size
     groups = balance_rows(mini_batch_index, lengths, n_groups, run.config.trainer.balance_batch)
-    if role == "actor":
+    part = batch.meta_info.get("part")
+    if role == "actor" and part is None:
         run.metrics.update(balance_metrics(lengths, groups))
     return with_columns(batch, *TOKENS, *columns).with_meta(
         assignment=[rows[i::group_size] for rows in groups for i in range(group_size)],
         updates=int(mini_batch_index.max()) + 1,
         step=run.step,
-        part=batch.meta_info.get("part"),
+        part=part,
         version=run.version,
     )
 

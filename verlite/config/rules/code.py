@@ -99,13 +99,15 @@ def own_engine(context: Context) -> Iterator[Problem]:
     for node in _read(file):
         if not isinstance(node, ast.ClassDef) or node.name != name or node.bases:
             continue
-        if "progress" not in _defined(node.body):
+        defined = _defined(node.body)
+        missing = [method for method in ("progress", "so_far") if method not in defined]
+        if missing:
             yield Problem(
                 key,
                 value,
-                f"trainer.mode={context.trainer.mode} asks an engine how many tokens its running "
-                f"requests have, and {name} has no method progress",
-                "Add it as in verlite.rollout.batched.Core, or use trainer.mode=sync.",
+                f"trainer.mode={context.trainer.mode} asks an engine for the tokens of its running "
+                f"requests, and {name} has no method {' and no method '.join(missing)}",
+                "Add what is missing as in verlite.rollout.batched.Core, or use trainer.mode=sync.",
             )
 
 

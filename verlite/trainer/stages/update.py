@@ -47,9 +47,9 @@ def update_critic(run: Run, batch: DataProto) -> None:
 
 @stage("update_actor")
 def update_actor(run: Run, batch: DataProto) -> None:
-    """Update the policy. During the critic's warm-up this does nothing."""
+    """Update the policy. During the critic's warm-up this only measures the ranks' tokens."""
     run.begin_update()
+    rows = to_ranks(run, batch, "actor", *_LOSS_FIELDS)
     if run.step >= run.plan.critic_warmup:
-        rows = to_ranks(run, batch, "actor", *_LOSS_FIELDS)
         run.metrics.update(run.actor.update(rows)[0])
         check_sample_size(run)
