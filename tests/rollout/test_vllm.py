@@ -29,7 +29,7 @@ from tests.rollout.oracle import (
 from verlite import threads
 from verlite.envs.step import Step
 from verlite.rollout.batched import build_engine
-from verlite.rollout.servers.command import ServerOptions, environment
+from verlite.rollout.servers.command import ServerOptions, command, environment
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import (
     Completion,
@@ -815,6 +815,15 @@ def test_tensor_parallel_processes_divide_the_threads(path, monkeypatch):
             build_engine("vllm", ModelSpec(path=path), rollout, 64, torch.device("cpu"), 0)
         assert threads.mine() == 6
     assert seen == [6, 3, 2]
+
+
+def test_a_server_on_cpus_computes_prompts_whole():
+    """Otherwise it ends with the first step that does not take all seeded prompts."""
+    flag = "--no-enable-chunked-prefill"
+    for kv_cache_gb, count in ((4.0, 1), (None, 0)):
+        options = ServerOptions("model", kv_cache_gb=kv_cache_gb)
+        assert command(options, "127.0.0.1", 8000, ["--last"]).count(flag) == count
+    assert command(ServerOptions("model"), "127.0.0.1", 8000, ["--last"])[-1] == "--last"
 
 
 def test_processes_of_a_server_divide_the_threads(monkeypatch):

@@ -65,6 +65,9 @@ def command(options: ServerOptions, host: str, port: int, extra: Sequence[str]) 
     words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     words += ["--enforce-eager"] * options.enforce_eager
+    # On CPUs vLLM cannot take back the random number of a seeded request whose prompt it computed
+    # in part: the server ends.
+    words += ["--no-enable-chunked-prefill"] * (options.kv_cache_gb is not None)
     return [*_entry(options.model_path), *words, *extra]
 
 
