@@ -167,6 +167,16 @@ def test_a_command_that_does_not_exist_is_named(tmp_path):
         asyncio.run(program.run("no-such-program -x", {}, "", "", timeout_s=60, memory_gb=1))
 
 
+def test_a_program_that_cannot_be_started_is_an_unscored_sample(tmp_path, monkeypatch):
+    async def refuse(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    _, (trajectory,) = sample(tmp_path, "", "a")
+    assert trajectory.status is Status.ERROR and trajectory.score is None
+    assert "cannot be started: [Errno 11] Resource temporarily" in trajectory.error
+
+
 def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path):
     """Children in groups and sessions of their own, too."""
     code = f"""

@@ -4,7 +4,9 @@ The sampled token ids stay as they are. The text that the template writes betwee
 assistant is taken from a conversation with made-up words of the assistant, and appended.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from verlite.chat_template import limited
@@ -95,32 +97,51 @@ class Chat:
         return written.removeprefix(start)
 
     def encode(self, text: str, as_text: bool = False) -> list[int]:
-        """Return the tokens of a rendered text; with `as_text` special tokens are plain text."""
+        """Return the tokens of a rendered text; with `as_text` special tokens are plain text.
+
+        A lone surrogate, which JSON can write and UTF-8 cannot, becomes "?".
+        """
         ids: list[int] = self._tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=as_text
+            text.encode(errors="replace").decode(),
+            add_special_tokens=False,
+            split_special_tokens=as_text,
         )
         return ids
 
-    def encode_around(self, text: str, words: Sequence[str]) -> list[int]:
-        """Return the tokens of a rendered text. Special tokens in `words`, what people and tools
-        said in it, in order, are plain text, even if they look like the end of a turn.
+    def encode_messages(self, write: Callable[[Messages], str], messages: Messages) -> list[int]:
+        """Return the tokens of `write(messages)`, a rendered text. Special tokens in the messages
+        are plain text, even if they look like the end of a turn.
 
         Raises:
-            TemplateError: the template does not write such words as they are.
+            TemplateError: the template does not write texts with special tokens as they are.
         """
-        if not any(map(self.has_special, words)):
+        text = write(messages)
+        number = next(n for n in count() if f"gizmo{n}x" not in text)
+        begin, end = f"begin gizmo{number}x", f"end gizmo{number}x"
+        marked = self._marked([*messages], begin, end)
+        if marked == [*messages]:
             return self.encode(text)
-        ids, end = [], 0
-        for part in filter(None, (word.strip() for word in words)):
-            begin = text.find(part, end)
-            if begin < 0:
-                raise TemplateError(
-                    "a message has special tokens in its text, and the chat template does not "
-                    f"write it as it is: {part[:80]!r}"
-                )
-            ids += self.encode(text[end:begin]) + self.encode(part, as_text=True)
-            end = begin + len(part)
-        return ids + self.encode(text[end:])
+        parts = re.split(f"{begin}(.*?){end}", write(marked), flags=re.DOTALL)
+        if "".join(parts) != text:
+            raise TemplateError(
+                "a message has special tokens in its text, and the chat template does not write "
+                "it as it is"
+            )
+        encoded = [self.encode(part, as_text=bool(i % 2)) for i, part in enumerate(parts)]
+        return [token for ids in encoded for token in ids]
+
+    def _marked(self, value: Any, begin: str, end: str) -> Any:
+        """Return messages with marks around the texts in them that have special tokens."""
+        if isinstance(value, str) and self.has_special(value):
+            words = value.strip()  # as templates do
+            return value.replace(words, begin + words + end, 1)
+        if isinstance(value, Mapping):
+            return {
+                self._marked(k, begin, end): self._marked(v, begin, end) for k, v in value.items()
+            }
+        return (
+            [self._marked(item, begin, end) for item in value] if isinstance(value, list) else value
+        )
 
     def has_special(self, words: str) -> bool:
         """Return whether a text contains a special token of the tokenizer."""
@@ -145,15 +166,9 @@ class Chat:
         Raises:
             TemplateError: as `between`.
         """
-        text = self.between(before, after, _ASSISTANT_THOUGHT if has_thoughts else _ASSISTANT_TEXT)
-        ids = self.encode_around(text, [words_of(message) for message in after])
+        words = _ASSISTANT_THOUGHT if has_thoughts else _ASSISTANT_TEXT
+        ids = self.encode_messages(lambda after: self.between(before, after, words), after)
         return ids[self.has_ended(context, ids) :]
-
-
-def words_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message; "" if it is not a text."""
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
 
 
 def encode_chat(

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from verlite.envs.calculator import CALL
+from verlite.files import parse_foreign_json
 from verlite.gateway.conversation import Node
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -104,10 +105,14 @@ def read_chat(body: Json) -> Asked:
     form = body.get("response_format")
     if form not in (None, {"type": "text"}):
         raise Refused(f"response_format={form!r:.80} must be text: the model writes freely")
+    options = _object(body, "chat_template_kwargs")
+    for name in ("chat_template", "tools"):
+        if name in options:
+            raise Refused(f"chat_template_kwargs.{name} is not an option of the run's template")
     return Asked(
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         tools=tools if choice != "none" else [],
-        template_kwargs=_object(body, "chat_template_kwargs"),
+        template_kwargs=options,
         **_common(body, "max_completion_tokens", "max_tokens"),
     )
 
@@ -173,8 +178,11 @@ def _message(message: Any, where: str) -> Json:
         raise Refused(f"{where} must be an object whose role is one of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else message["role"]
     found: Json = {"role": role, "content": _text(message.get("content"), where)}
-    if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise Refused(f"{where}.tool_calls={calls!r:.80} must be a list")
+    if calls:
+        found["tool_calls"] = [_call(call, where) for call in calls]
     for name in ("tool_call_id", "name"):
         if message.get(name) is not None:
             found[name] = message[name]
@@ -197,8 +205,10 @@ def _call(call: Any, where: str) -> Json:
         raise Refused(f"{where}.tool_calls must be objects with a function, which has a name")
     arguments = function.get("arguments")
     try:  # chat templates expect an object
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
+        read = arguments
+        if isinstance(arguments, str):
+            read = parse_foreign_json(arguments.encode())
+    except ValueError:
         read = arguments
     return {
         "id": call.get("id"),
@@ -239,8 +249,8 @@ def _calls(texts: Sequence[str], number: int) -> list[Json]:
     calls = []
     for i, text in enumerate(texts):
         try:
-            read = json.loads(text)
-        except (ValueError, RecursionError):
+            read = parse_foreign_json(text.encode())
+        except ValueError:
             return []
         if not isinstance(read, dict) or not isinstance(read.get("name"), str):
             return []

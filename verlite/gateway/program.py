@@ -82,15 +82,18 @@ async def run(
     arguments = [str(os.getpid()), str(int(memory_gb * (1 << 30)))]
     arguments.append(json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
     text = json.dumps(task, default=str)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", _KEPT, *arguments, *shlex.split(command)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=folder,
-        env=_variables(text, base_url, token, secret_env_vars),
-        start_new_session=True,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", _KEPT, *arguments, *shlex.split(command)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=folder,
+            env=_variables(text, base_url, token, secret_env_vars),
+            start_new_session=True,
+        )
+    except OSError as error:  # no more processes, files or memory
+        raise ProgramError(f"it cannot be started: {error}") from error
     assert process.stdin and process.stdout and process.stderr  # all are pipes
     try:
         async with asyncio.timeout(timeout_s):

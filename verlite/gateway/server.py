@@ -12,6 +12,7 @@ disconnects before aborts its request. Requests of one session may run in parall
 """
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any, Self
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from verlite.envs.chat import Chat, TemplateError, words_of
+from verlite.envs.chat import Chat, TemplateError
 from verlite.gateway.conversation import Match, Node, Session
 from verlite.gateway.openai import (
     Asked,
@@ -189,7 +190,8 @@ class Gateway:
             return StreamingResponse(
                 events(asked, choices, created), media_type="text/event-stream"
             )
-        return JSONResponse(write(asked, choices, created))
+        # Escaped as in a stream: tool calls may have lone surrogates.
+        return Response(json.dumps(write(asked, choices, created)), media_type="application/json")
 
     def _begin(self, session: OpenSession, asked: Asked) -> tuple[list[Node], Sampling]:
         """Add a request to the record, once per answer. Raises Refused.
@@ -236,9 +238,7 @@ class Gateway:
                     return match, self._continue(chat, asked, match, match.parent), False
                 except TemplateError:
                     rewritten = True
-            text = chat.render(asked.messages)
-            words = [words_of(message) for message in asked.messages]
-            return match, chat.encode_around(text, words), rewritten
+            return match, chat.encode_messages(chat.render, asked.messages), rewritten
         except TemplateError as error:
             raise Refused(str(error)) from error
 
