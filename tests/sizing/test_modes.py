@@ -1,6 +1,7 @@
 """Which modes and which split of the devices are compared."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -51,8 +52,9 @@ def test_settings_are_those_of_the_configuration(planned):
     names = [one.settings.name for one in found]
     assert names[:3] == ["sync", "pipelined", "async, max_age 3, depth 1"]
     assert {one.settings.engines for one in found} == {3}
-    rows = table_rows(found, {"timing_s/step": 16.0, "timing_s/gen": 4.0, "perf/throughput": 3.0})
-    assert rows[0][0] == "measured" and rows[0][3:7] == ("16.0 s", "0.81", "25%", "3")
+    metrics = {"timing_s/step": 16.0, "timing_s/gen": 4.0, "perf/throughput": 3.0}
+    rows = table_rows(found, (replace(own, mode="sync", engines=7, trainer_devices=9), metrics))
+    assert rows[0][:7] == ("measured: sync", "7", "9", "16.0 s", "0.81", "25%", "3")
     # 24 samples on 3 engines: 8 x 20 x 0.05 s; the passes take 10 / 2 s.
     assert rows[1][0] == "sync" and rows[1][3:6] == ("13.0 s", "1.00", "62%")
 
@@ -86,6 +88,18 @@ def test_plan_says_which_split_is_fastest(planned):
     assert split_sentence(twenty, COSTS, plan, worse) == (
         "A step of async, max_age 3, depth 1 takes 24.0 s with 1 engine and 6 devices that train; "
         "8.00 s with 3 engines and 2 devices that train, the fastest split."
+    )
+
+
+def test_no_split_is_called_the_fastest_that_is_slower_than_the_configured_one(planned):
+    """Eighths of 20 devices give 12 engines 2 of 13 prompts, and 15 engines leave 5 devices that
+    train for 1.08 s; 13 engines take 1 s for a prompt each, and 7 devices train for 0.77 s."""
+    config, plan = planned("tiny", *GRPO, *APART)
+    own = replace(settings_of(config, plan), prompts=13, engines=13, trainer_devices=7, devices=20)
+    wide = SimpleNamespace(tensor_parallel=1, n_devices=20)
+    assert split_sentence(twenty, COSTS, wide, own) == (
+        "A step of async, max_age 3, depth 1 takes 1.00 s with 13 engines and 7 devices that "
+        "train, the fastest split."
     )
 
 

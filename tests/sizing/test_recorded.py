@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,54 @@ def test_a_run_without_enough_steps_or_samples_is_refused(tmp_path):
         read_recorded(tmp_path, PLAN)
 
 
+def damage(file: Path, change: Callable[[dict], object]) -> None:
+    lines = [change(json.loads(line)) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("key", ["timing_s/gen", "perf/total_num_tokens", "response_length/max"])
+@pytest.mark.parametrize("value", [None, -1.0])
+def test_a_step_without_a_metric_is_refused_by_name(tmp_path, key, value):
+    write_run(tmp_path, single_turn, SYNC)
+    damage(tmp_path / "metrics.jsonl", lambda line: line | {key: value})
+    with pytest.raises(ValueError, match=rf"metrics.jsonl: step 1 has no {key}, or a wrong one"):
+        read_recorded(tmp_path, PLAN)
+
+
+def test_steps_without_tokens_are_refused(tmp_path):
+    write_run(tmp_path, single_turn, SYNC)
+    damage(tmp_path / "metrics.jsonl", lambda line: line | {"perf/total_num_tokens": 0})
+    with pytest.raises(ValueError, match="the steps have trained no tokens"):
+        measured_costs(read_recorded(tmp_path, PLAN), SYNC)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"uid": "abc"},
+        {"tokens": None, "response_tokens": None},
+        {"tokens": {}, "response_tokens": "x"},
+        {"transcript": 5},
+        {"transcript": [1]},
+    ],
+)
+def test_samples_of_another_form_are_refused_by_file(tmp_path, change):
+    write_run(tmp_path, with_tools, SYNC)
+    damage(tmp_path / "rollouts" / "step_3.jsonl", lambda sample: sample | change)
+    with pytest.raises(ValueError, match=r"step_3.jsonl has a line that is not a sample"):
+        read_recorded(tmp_path, PLAN)
+
+
+def test_lines_that_were_cut_or_are_no_samples_are_left_out(tmp_path):
+    """The other samples of the step then stand for those of the line, as all of a run do."""
+    write_run(tmp_path, single_turn, SYNC)
+    file = tmp_path / "rollouts" / "step_3.jsonl"
+    file.write_text("5\n[]\n" + file.read_text()[:-40])
+    damaged = read_recorded(tmp_path, PLAN)
+    assert damaged.share == pytest.approx((STEPS - 1) / STEPS)
+    assert 2 * 8 not in damaged.groups and 3 * 8 in damaged.groups
+
+
 def test_time_without_work_is_no_cost_of_the_engine_and_no_cost_is_negative():
     """A sample that was drawn twice counts with its mean work, and not the syncs that it met."""
     sample = Sample(1, (Turn(1),), 5.0)
@@ -228,3 +277,43 @@ def test_the_command_compares_the_modes_of_a_run(tmp_path):
     assert "100% of the samples of 12 steps" in done.output
     done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), "--prompt-length=3"])
     assert done.exit_code == 2 and "leave these options out, or the run" in done.output
+
+
+def test_what_would_change_the_samples_or_costs_of_a_run_is_refused(tmp_path):
+    model = config_folder(tmp_path / "model", "tiny")
+    line = [
+        f"actor_rollout_ref.model.path={model}",
+        "data.train_files=absent.parquet",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=4",
+    ]
+    write_run(tmp_path / "run", with_tools, SYNC)
+    text = dump(compose(None, line, elsewhere=True))
+    (tmp_path / "run" / "config.yaml").write_text(text)
+
+    def output(*more: str, code: int = 2) -> str:
+        done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), *more])
+        assert done.exit_code == code, (done.output, done.exception)
+        return " ".join(done.output.split())
+
+    assert "--devices=8xH100-80GB: costs and steps are those of" in output(
+        "--devices", "8xH100-80GB"
+    )
+    assert "--steps=5: costs and steps are those of" in output("--steps", "5")
+    assert "rollout.n=8: samples and costs are those of" in output("actor_rollout_ref.rollout.n=8")
+    assert "tensor_model_parallel_size=2: samples and costs are those of" in output(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    )
+    assert "roles=actor, rollout, ref: samples and costs are those of" in output(
+        "actor_rollout_ref.actor.use_kl_loss=true"
+    )
+    assert "which has actor, rollout." in output("actor_rollout_ref.actor.use_kl_loss=true")
+    found = json.loads(output("--json", "trainer.n_gpus_per_node=8", code=0))
+    assert found["measured"]["settings"]["engines"] == 4
+    assert found["rows"][0]["settings"]["engines"] == 8

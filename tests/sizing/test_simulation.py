@@ -1,5 +1,6 @@
 """Simulated steps against schedules worked out by hand, closed forms and invariances."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -235,7 +236,9 @@ def test_what_cannot_be_simulated_is_refused():
         replace(SYNC, mode="tune")
     with pytest.raises(ValueError, match="engines is 0, and must be at least 1"):
         replace(SYNC, engines=0)
-    with pytest.raises(ValueError, match="sync_s is -1, and must be at least 0"):
+    with pytest.raises(ValueError, match="sync_s is -1, and must be from 0 to 1e"):
         replace(SECOND, sync_s=-1)
+    with pytest.raises(ValueError, match="sync_s is inf, and must be from 0 to 1e"):
+        replace(SECOND, sync_s=math.inf)
     with pytest.raises(ValueError, match="decode_step_s or decode_sample_s must be above 0"):
         Costs(0.0)

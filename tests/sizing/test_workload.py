@@ -40,6 +40,13 @@ def test_other_text_is_refused(text):
         parse_quantiles(text, "--x")
 
 
+@pytest.mark.parametrize("text", ["p50=1 p50.0001=1e300", "p50=1e300 p99=1e308", "1e13"])
+def test_numbers_that_cannot_be_drawn_are_refused(text):
+    with pytest.raises(ValueError, match=r"--x .* spreads too far: .* and 1e\+12 is allowed"):
+        parse_quantiles(text, "--x")
+    assert parse_quantiles("p50=0.5 p99=600", "--x").at(1.0) > 1e8
+
+
 def test_drawn_samples_follow_the_quantiles_and_share_their_tokens_over_turns():
     tool = parse_quantiles("p50=0.05 p99=2.5", "--tool-latency")
     drawn = Drawn(4, 30, parse_quantiles("p50=300 p99=4000", "--x"), 1000, 2, tool, 7)

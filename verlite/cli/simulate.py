@@ -12,10 +12,11 @@ from verlite.cli.common import TrainingArguments, fail, from_data_classes, load_
 if TYPE_CHECKING:
     from verlite.config.load import Loaded
     from verlite.config.plan import Plan
-    from verlite.sizing.simulation import Costs, Simulated
+    from verlite.sizing.simulation import Costs, Settings, Simulated
     from verlite.sizing.workload import Drawn
 
 Seconds = float | None
+STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ def simulate(
         str | None,
         typer.Option(metavar="NxNAME", help="GPUs of a node, for costs by roofline: 8xH100-80GB."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Steps to simulate, without a run.")] = 20,
+    steps: Annotated[
+        int | None, typer.Option(min=3, help=f"Steps to simulate, without a run: {STEPS}.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict step time, utilization and age of tokens of trainer.mode=sync and async.
@@ -90,13 +93,17 @@ def simulate(
     would have been in other modes: lengths, tool latencies and costs are those of the run.
     """
     run_dir, rest = _run_dir(arguments or [])
+    if run_dir is not None:
+        for option, value in (("--devices", devices), ("--steps", steps)):
+            if value is not None:
+                fail(f"{option}={value}: costs and steps are those of the run {run_dir}. Leave out "
+                     "the option, or the run")  # fmt: skip
     if devices is not None and not any("trainer.device=" in text for text in rest):
         rest = ["trainer.device=cuda", *rest]
     try:
         if run_dir is None:
-            _planned(
-                load_config(rest, "verlite simulate", True), costs, samples, devices, steps, as_json
-            )
+            loaded = load_config(rest, "verlite simulate", True)
+            _planned(loaded, costs, samples, devices, steps or STEPS, as_json)
         else:
             _recorded(run_dir, rest, costs, samples, as_json)
     except (OSError, ValueError) as error:
@@ -181,9 +188,11 @@ def _recorded(
     was = load_config(saved, "verlite simulate", elsewhere=True)
     run_plan = make_plan(was.config, count_rows=False)
     recorded = read_recorded(run_dir, run_plan)
-    costs = _changed(measured_costs(recorded, modes.settings_of(was.config, run_plan)), given)
+    settings = modes.settings_of(was.config, run_plan)
+    costs = _changed(measured_costs(recorded, settings), given)
     loaded = load_config([*saved, *rest], "verlite simulate", elsewhere=True)
     plan = make_plan(loaded.config, count_rows=False)
+    _check_same(run_dir, run_plan, plan)
     own = modes.settings_of(loaded.config, plan)
     workload = recorded.workload()
     found = modes.compared(workload, costs, plan, own, recorded.steps, is_whole=True)
@@ -193,7 +202,22 @@ def _recorded(
     kept = f"{recorded.share:.0%} of the samples of {recorded.steps} steps, those of {run_dir}"
     if recorded.share < 1:
         kept += "; others are drawn from them (trainer.rollouts_per_step=-1 keeps all)"
-    _show(found, costs, "measured", kept, measured, as_json)
+    _show(found, costs, "measured", kept, (settings, measured), as_json)
+
+
+def _check_same(run_dir: Path, was: "Plan", plan: "Plan") -> None:
+    """Raise ValueError if a setting differs on which the run's samples or costs depend."""
+    rollout = "actor_rollout_ref.rollout"
+    for key, before, now in (
+        (f"{rollout}.n", was.samples_per_prompt, plan.samples_per_prompt),
+        (f"{rollout}.tensor_model_parallel_size", was.tensor_parallel, plan.tensor_parallel),
+        ("roles", ", ".join(was.device_roles), ", ".join(plan.device_roles)),
+    ):
+        if now != before:
+            raise ValueError(
+                f"{key}={now}: samples and costs are those of {run_dir}, which has {before}. Leave "
+                "out the setting, or give the directory of a run that has it"
+            )
 
 
 def _show(
@@ -201,7 +225,7 @@ def _show(
     costs: "Costs",
     source: str,
     samples: str,
-    measured: dict[str, float] | None,
+    measured: "tuple[Settings, dict[str, float]] | None",
     as_json: bool,
 ) -> None:
     from verlite.sizing import modes
@@ -209,7 +233,9 @@ def _show(
     if as_json:
         rows = [{"settings": asdict(one.settings), **one.metrics()} for one in found]
         content = {"samples": samples, "costs": asdict(costs), "source": source, "rows": rows}
-        print(json.dumps(content | ({"measured": measured} if measured else {})))
+        if measured is not None:
+            content["measured"] = {"settings": asdict(measured[0]), **measured[1]}
+        print(json.dumps(content))
         return
     from verlite.terminal import console
 
@@ -217,7 +243,8 @@ def _show(
     out.print(modes.modes_table(found, measured))
     if len(found) == 1:
         out.print(
-            "Other modes need devices of their own for the engines: add trainer.n_gpus_per_node=2.",
+            "Other modes need devices of their own for the engines: add "
+            f"trainer.n_gpus_per_node={2 * found[0].settings.devices}.",
             soft_wrap=True,
             highlight=False,
         )

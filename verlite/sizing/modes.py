@@ -99,16 +99,19 @@ def fastest_split(workload: Workload, costs: Costs, plan: Plan, settings: Settin
 
 def split_sentence(workload: Workload, costs: Costs, plan: Plan, own: Settings) -> str:
     """Return the step time as the devices are split, and with the fastest split."""
-    best = fastest_split(workload, costs, plan, own)
-    ways = []
-    for settings in dict.fromkeys((own, best)):
-        numbers = simulate(workload, costs, settings, SPLIT_STEPS).metrics()
-        ways.append(
-            f"{seconds(numbers['timing_s/step'])} with {count(settings.engines, 'engine')} and "
-            f"{count(settings.trainer_devices, 'device')} that train"
-        )
+    found = [
+        (simulate(workload, costs, settings, SPLIT_STEPS).metrics()["timing_s/step"], settings)
+        for settings in (own, fastest_split(workload, costs, plan, own))
+    ]
+    ways = [
+        f"{seconds(step_s)} with {count(settings.engines, 'engine')} and "
+        f"{count(settings.trainer_devices, 'device')} that train"
+        for step_s, settings in found
+    ]
     text = f"A step of {own.name} takes {ways[0]}"
-    return f"{text}; {ways[1]}, the fastest split." if ways[1:] else f"{text}, the fastest split."
+    if found[1][0] < found[0][0]:
+        return f"{text}; {ways[1]}, the fastest split."
+    return f"{text}, the fastest split."
 
 
 HEAD = ("mode", "engines", "trainer devices", "step", "speed", "waits", "tokens/s/device",
@@ -116,17 +119,17 @@ HEAD = ("mode", "engines", "trainer devices", "step", "speed", "waits", "tokens/
 
 
 def table_rows(
-    found: Sequence[Simulated], measured: dict[str, float] | None = None
+    found: Sequence[Simulated], measured: tuple[Settings, dict[str, float]] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a row for each simulated run, of the columns of HEAD. speed: against the first row.
+    """Return a row for each simulated run, of the columns of HEAD. speed: against the first one.
 
-    measured: metrics of the real run, for a row in front of them.
+    measured: settings and metrics of the real run, for a row in front of them.
     """
     rows = [(one.settings, one.settings.name, one.metrics()) for one in found]
     first = rows[0][2]["timing_s/step"]
     if measured is not None:
-        own = rows[0][0]
-        rows.insert(0, (own, "measured", measured))
+        own, metrics = measured
+        rows.insert(0, (own, f"measured: {own.name}", metrics))
     return [
         (
             name,
@@ -148,7 +151,9 @@ def table_rows(
     ]
 
 
-def modes_table(found: Sequence[Simulated], measured: dict[str, float] | None = None) -> "Table":
+def modes_table(
+    found: Sequence[Simulated], measured: tuple[Settings, dict[str, float]] | None = None
+) -> "Table":
     """Return the table."""
     return grid("simulated steps", HEAD, table_rows(found, measured), 1)
 

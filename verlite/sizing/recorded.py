@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -24,6 +25,11 @@ from verlite.sizing.simulation import (
 )
 from verlite.trainer.tracking import METRICS, read_lines
 
+MEASURED = (
+    "timing_s/step", "timing_s/gen", "perf/total_num_tokens", "prompt_length/mean",
+    "response_length/mean", "response_length/max",
+)  # fmt: skip
+"""Metrics that a step must have."""
 FITS = 20
 """How often the engine's costs are fitted. Which samples run at the same time depends on them."""
 FITTED = 2_000
@@ -92,15 +98,28 @@ def read_recorded(run_dir: Path, plan: Plan) -> Recorded:
     groups: dict[int, list[Sample]] = {}
     pool: list[tuple[Sample, float]] = []
     for line in lines:
-        records = _read_samples(run_dir / "rollouts" / f"step_{line['step']}.jsonl")
-        prompt = round(line.get("prompt_length/mean") or 0)
-        samples = [_sample(record, prompt) for record in records]
-        is_whole = len(samples) == plan.batch_size
-        if is_whole:
-            for record, sample in zip(records, samples, strict=True):
-                step, place = map(int, record["uid"].split("-"))
-                groups.setdefault((step - 1) * plan.prompts + place, []).append(sample)
-        pool += _weighted(records, samples, line, plan.batch_size, is_whole)
+        for key in MEASURED:
+            if not isinstance(line.get(key), int | float) or line[key] < 0:
+                raise ValueError(
+                    f"{run_dir / METRICS}: step {line['step']} has no {key}, or a wrong one. Give "
+                    "the directory of a main_ppo run of this version."
+                )
+        path = run_dir / "rollouts" / f"step_{line['step']}.jsonl"
+        records = _read_samples(path)
+        prompt = round(line["prompt_length/mean"])
+        is_whole = len(records) == plan.batch_size
+        try:
+            samples = [_sample(record, prompt) for record in records]
+            if is_whole:
+                for record, sample in zip(records, samples, strict=True):
+                    step, place = map(int, record["uid"].split("-"))
+                    groups.setdefault((step - 1) * plan.prompts + place, []).append(sample)
+            pool += _weighted(records, samples, line, plan.batch_size, is_whole)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} has a line that is not a sample of this version ({error!r}). Move "
+                "the file away: samples of other steps then stand for it."
+            ) from error
     if not pool:
         raise ValueError(
             f"{run_dir / 'rollouts'} has no samples that were chosen at random. Run with "
@@ -117,7 +136,11 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
         lines = read_bytes(path, LINES_MAX_BYTES).split(b"\n")
     except FileNotFoundError:
         return []
-    return [record for record in map(parse_json, filter(bytes.strip, lines)) if "uid" in record]
+    records = []
+    for line in filter(bytes.strip, lines):
+        with suppress(ValueError):  # a run that was killed may have cut it
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict) and "uid" in record]
 
 
 def _sample(record: dict[str, Any], prompt: int) -> Sample:
@@ -195,9 +218,11 @@ def measured_costs(recorded: Recorded, settings: Settings) -> Costs:
     others = ("timing_s/gen", "timing_s/update_weights")
     updates = [line["timing_s/step"] - sum(line.get(key, 0.0) for key in others) for line in lines]
     tokens = sum(line["perf/total_num_tokens"] for line in lines)
+    if not tokens:
+        raise ValueError(f"{recorded.run_dir / METRICS}: the steps have trained no tokens.")
     costs = Costs(
         decode_step_s=1.0,
-        update_token_s=sum(updates) * settings.trainer_devices / tokens,
+        update_token_s=max(0.0, sum(updates)) * settings.trainer_devices / tokens,
         sync_s=recorded.mean("timing_s/update_weights"),
         reward_s=recorded.mean("timing_s/reward"),
         after_s=max(0.0, _between(lines)),

@@ -69,7 +69,7 @@ def roofline_costs(
     if devices.name not in PEAKS:
         raise DevicesError(
             f"the costs of {devices.name} are not known. Name GPUs of the table, as in --devices "
-            "8xH100-80GB, give the directory of a run, or --decode-step-s and the other costs"
+            "8xH100-80GB, give the directory of a run, or --decode-step-s and --update-token-s"
         )
     tera, giga = PEAKS[devices.name]
     flops, bandwidth = tera * 1e12, giga * 1e9 * READ

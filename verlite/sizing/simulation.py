@@ -22,6 +22,8 @@ from verlite.control.flow import Flow
 MODES = ("sync", "pipelined", "async")
 """Of trainer.mode. pipelined: within a step, the trainer's passes over a prompt's samples begin as
 soon as these are finished, while the engines sample others. Those of later updates do not."""
+LONGEST_S = 1e9
+"""Of a cost, 30 years: the clock stays exact."""
 WARM_UP = 2
 """Steps at the start that a summary leaves out, or as many as the depth if that is more."""
 
@@ -90,8 +92,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value >= 0:
-                raise ValueError(f"costs: {name} is {value}, and must be at least 0")
+            if not 0 <= value <= LONGEST_S:
+                raise ValueError(
+                    f"costs: {name} is {value}, and must be from 0 to {LONGEST_S:g} seconds"
+                )
         if not self.decode_step_s + self.decode_sample_s:
             raise ValueError("costs: decode_step_s or decode_sample_s must be above 0")
 

@@ -12,6 +12,8 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.sizing.simulation import Sample, Turn, Workload
 
+LARGEST = 1e12
+"""Of a drawn number: of a lognormal distribution, the largest of 1e12 draws."""
 _NORMAL = NormalDist()
 
 
@@ -77,7 +79,18 @@ def parse_quantiles(text: str, option: str) -> Quantiles:
     ends = (0 < shares[0], shares[-1] < 1) if len(points) == 2 else (True, shares[-1] <= 1)
     if not (rises and all(ends) and 0 < values[0] and values[-1] < math.inf):
         raise ValueError(rule)
-    return Quantiles(tuple(points))
+    found = Quantiles(tuple(points))
+    try:
+        largest = found.at(1.0)
+    except OverflowError:
+        largest = math.inf
+    if largest > LARGEST:
+        raise ValueError(
+            f"{option} {text!r} spreads too far: numbers up to {largest:.0e} would be drawn, and "
+            f"{LARGEST:.0e} is allowed. Lower the last quantile, or write three or more, as in "
+            '"p50=0.5 p99=30 p100=60": the last one is then the largest'
+        )
+    return found
 
 
 @dataclass(frozen=True)
