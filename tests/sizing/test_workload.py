@@ -21,7 +21,7 @@ def test_quantiles_of_each_form():
     assert lognormal.at(0.01) == pytest.approx(1500 / 8)  # as far below the median
     assert parse_quantiles("p10=1 p90=16", "--x").at(0.5) == pytest.approx(4)
     sigma = math.log(8) / 2.3263479
-    assert lognormal.mean() == pytest.approx(1500 * math.exp(sigma**2 / 2), rel=0.01)
+    assert fmean(lognormal.values()) == pytest.approx(1500 * math.exp(sigma**2 / 2), rel=0.01)
     assert parse_quantiles("p16=1,p84=1", "--x").at(0.3) == 1
     joined = parse_quantiles("p0=1 p50=4 p98=9 p100=900", "--x")
     assert [joined.at(share) for share in (0, 0.25, 0.5, 0.98, 0.99, 1)] == pytest.approx(
@@ -45,6 +45,15 @@ def test_numbers_that_cannot_be_drawn_are_refused(text):
     with pytest.raises(ValueError, match=r"--x .* spreads too far: .* and 1e\+12 is allowed"):
         parse_quantiles(text, "--x")
     assert parse_quantiles("p50=0.5 p99=600", "--x").at(1.0) > 1e8
+
+
+def test_a_sampled_token_has_the_context_of_long_samples():
+    """Half of the samples have 100 tokens, half 300. Of four sampled tokens three are of long ones:
+    10 + (100 + 20) / 2 = 70 tokens before a short one's, 10 + (300 + 20) / 2 = 170."""
+    halves = Quantiles(((0.0, 100.0), (0.5, 100.0), (0.5 + 1e-9, 300.0), (1.0, 300.0)))
+    drawn = Drawn(4, 10, halves, 300, calls=2, observation=10)
+    assert drawn.mean_context() == pytest.approx((70 + 3 * 170) / 4)
+    assert drawn.mean_tokens() == pytest.approx(10 + 200 + 20)
 
 
 def test_drawn_samples_follow_the_quantiles_and_share_their_tokens_over_turns():
@@ -83,11 +92,12 @@ def test_roofline_of_a_known_model(planned):
     )
     models = run_models(config, plan)
     chosen = Devices("H100-80GB", 8, int(79 * GIB), "cuda")
-    costs = roofline_costs(config, plan, chosen, models, 1000)
+    drawn = Drawn(4, 300, Quantiles(((0.5, 700.0),)), 4000)
+    costs = roofline_costs(config, plan, chosen, models, drawn)
     read = 2 * 3350e9 * READ
     assert costs.decode_step_s == pytest.approx(STEP_S + 2 * 7.6156e9 / read, rel=1e-4)
     forward = 2 * 7.0706e9 + 2 * 28 * 28 * 128 * 1001
-    keys = 57344 * 500
+    keys = 57344 * (300 + 700 / 2)
     prefill = forward / (2 * 989e12 * 0.5)
     assert costs.prefill_token_s == pytest.approx(prefill, rel=1e-4)
     assert costs.decode_sample_s == pytest.approx(keys / read + prefill, rel=1e-4)
@@ -95,4 +105,4 @@ def test_roofline_of_a_known_model(planned):
     assert costs.update_token_s == pytest.approx(3 * forward / (989e12 * TRAINED), rel=1e-4)
     assert costs.sync_s == pytest.approx(1 + 2 * 7.6156e9 / SYNCED, rel=1e-4)
     with pytest.raises(DevicesError, match="the costs of 24 GiB are not known. Name GPUs of"):
-        roofline_costs(config, plan, Devices("24 GiB", 8, None, "cuda"), models, 1000)
+        roofline_costs(config, plan, Devices("24 GiB", 8, None, "cuda"), models, drawn)

@@ -207,7 +207,7 @@ def _show_split(config: "Config", made: "Plan", devices: "Devices", models: "Run
     if devices.name not in PEAKS:
         return
     drawn = assumed_samples(config, made)
-    costs = roofline_costs(config, made, devices, models, round(drawn.mean_tokens()))
+    costs = roofline_costs(config, made, devices, models, drawn)
     split = split_sentence(drawn.workload(), costs, made, settings_of(config, made))
     text = f"{split} It is simulated, by {ASSUMED}; {drawn}. verlite simulate shows more.\n"
     console().print(text, soft_wrap=True, highlight=False)

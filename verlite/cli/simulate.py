@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -149,7 +149,7 @@ def _planned(
 
         chosen = choose_devices(devices, plan)
         models = run_models(loaded.config, plan)
-        costs = roofline_costs(loaded.config, plan, chosen, models, round(drawn.mean_tokens()))
+        costs = roofline_costs(loaded.config, plan, chosen, models, drawn)
         costs, source = _changed(costs, given), ASSUMED
     own = modes.settings_of(loaded.config, plan)
     workload = drawn.workload()
@@ -232,7 +232,12 @@ def _show(
 
     if as_json:
         rows = [{"settings": asdict(one.settings), **one.metrics()} for one in found]
-        content = {"samples": samples, "costs": asdict(costs), "source": source, "rows": rows}
+        content: dict[str, Any] = {
+            "samples": samples,
+            "costs": asdict(costs),
+            "source": source,
+            "rows": rows,
+        }
         if measured is not None:
             content["measured"] = {"settings": asdict(measured[0]), **measured[1]}
         print(json.dumps(content))

@@ -11,6 +11,7 @@ from verlite.sizing.facts import DTYPE_BYTES
 from verlite.sizing.simulation import Costs
 from verlite.sizing.sync import sync_bytes
 from verlite.sizing.tables import RunModels, step_flops
+from verlite.sizing.workload import Drawn
 
 PEAKS = {
     "V100-16GB": (125, 900),
@@ -57,9 +58,9 @@ ASSUMED = (
 
 
 def roofline_costs(
-    config: Config, plan: Plan, devices: Devices, models: RunModels, length: int
+    config: Config, plan: Plan, devices: Devices, models: RunModels, drawn: Drawn
 ) -> Costs:
-    """Return the costs of a run whose samples have `length` tokens on average, prompts included.
+    """Return the costs of a run with these samples.
 
     A decode step reads the weights, and the keys and values of each sample that runs.
 
@@ -75,9 +76,10 @@ def roofline_costs(
     flops, bandwidth = tera * 1e12, giga * 1e9 * READ
     engine = plan.tensor_parallel
     policy, dtype = models.policy, plan.rollout_dtype
+    length = round(drawn.mean_tokens())
     forward = policy.forward_flops(length)
     weights = policy.exported * DTYPE_BYTES[dtype]
-    keys = policy.kv_bytes(dtype) * length / 2
+    keys = policy.kv_bytes(dtype) * drawn.mean_context()
     passes = step_flops(config, plan, models, length)
     trained = (sum(passes.values()) - passes["generation"]) / (plan.batch_size * length)
     return Costs(

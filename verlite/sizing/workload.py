@@ -43,9 +43,9 @@ class Quantiles:
                 return first * math.pow(last / first, (share - low) / (high - low))
         raise AssertionError("the last share is the largest")
 
-    def mean(self, most: float = math.inf) -> float:
-        """Return the mean of the values, those above `most` cut to it."""
-        return fmean(min(self.at((place + 0.5) / 1000), most) for place in range(1000))
+    def values(self, most: float = math.inf) -> list[float]:
+        """Return 1000 values of equal probability, those above `most` cut to it."""
+        return [min(self.at((place + 0.5) / 1000), most) for place in range(1000)]
 
     def __str__(self) -> str:
         if len(self.points) == 1:
@@ -79,9 +79,9 @@ def parse_quantiles(text: str, option: str) -> Quantiles:
     ends = (0 < shares[0], shares[-1] < 1) if len(points) == 2 else (True, shares[-1] <= 1)
     if not (rises and all(ends) and 0 < values[0] and values[-1] < math.inf):
         raise ValueError(rule)
-    found = Quantiles(tuple(points))
+    quantiles = Quantiles(tuple(points))
     try:
-        largest = found.at(1.0)
+        largest = quantiles.at(1.0)
     except OverflowError:
         largest = math.inf
     if largest > LARGEST:
@@ -90,7 +90,7 @@ def parse_quantiles(text: str, option: str) -> Quantiles:
             f"{LARGEST:.0e} is allowed. Lower the last quantile, or write three or more, as in "
             '"p50=0.5 p99=30 p100=60": the last one is then the largest'
         )
-    return found
+    return quantiles
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,18 @@ class Drawn:
 
     def mean_tokens(self) -> float:
         """Return the mean length of a sample, prompt included."""
-        return self.prompt + self.response.mean(self.longest) + self.calls * self.observation
+        return self.prompt + fmean(self.response.values(self.longest)) + self._observed
+
+    def mean_context(self) -> float:
+        """Return the mean number of tokens before a sampled token. Long samples have more of these
+        tokens, and longer contexts."""
+        lengths = self.response.values(self.longest)
+        seen = sum(one * (self.prompt + (one + self._observed) / 2) for one in lengths)
+        return seen / sum(lengths)
+
+    @property
+    def _observed(self) -> int:
+        return self.calls * self.observation
 
     def __str__(self) -> str:
         text = f"prompts of {self.prompt:,} tokens, responses of {self.response} tokens"
