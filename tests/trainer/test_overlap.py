@@ -158,6 +158,13 @@ def test_without_gradients_only_inference_overlaps(run):
     assert [-int(row[0]) for row in found] == first_tokens(batch)
 
 
+def test_no_gradients_are_added_during_critic_warmup(run):
+    run.plan.critic_warmup = 2
+    run.script += [finished(), finished(3), finished(0, 1, 2)]
+    overlap.overlapped_groups(run)
+    assert not run.sent and len(run.actor.parts) == 2
+
+
 def test_a_part_waits_until_the_groups_of_the_step_are_known(run):
     """An engine died before it was given its groups, so the first mini-batch is not known."""
     run.groups.flow.engine_lost(1)

@@ -60,7 +60,7 @@ def overlapped_groups(run: Run) -> DataProto:
     values are in `run.current.inferred`, and the actor has their gradients.
     """
     groups, overlap = _groups(run), Overlap()
-    if run.plan.overlaps_gradients:
+    if _overlaps_gradients(run):
         run.actor.drop_gradients()  # of a step that was given up
     begin_step(run)
     batch = scored_groups(run, lambda: advance(run, overlap))
@@ -83,7 +83,7 @@ def advance(run: Run, overlap: Overlap) -> None:
     groups = _groups(run)
     if _lost(groups, overlap):  # an outage: they are sampled again
         drop(run, overlap)
-    if run.plan.overlaps_gradients and overlap.first is None:
+    if _overlaps_gradients(run) and overlap.first is None:
         overlap.first = first_mini_batch(run)
         if overlap.first is None:
             return
@@ -139,7 +139,7 @@ def wait(run: Run, overlap: Overlap) -> None:
 def drop(run: Run, overlap: Overlap) -> None:
     """Forget all parts."""
     wait(run, overlap)
-    if run.plan.overlaps_gradients:
+    if _overlaps_gradients(run):
         run.actor.drop_gradients()
     overlap.answers, overlap.inferred, overlap.early = {}, {}, 0
 
@@ -162,6 +162,12 @@ def first_mini_batch(run: Run) -> dict[int, torch.Tensor] | None:
 def _lost(groups: Groups, overlap: Overlap) -> bool:
     """Return whether the samples of a part are not those of the step any more."""
     return any(groups.answers.get(number) is not one for number, one in overlap.answers.items())
+
+
+def _overlaps_gradients(run: Run) -> bool:
+    """Whether the step's first update is one that adds gradients while prompts are sampled. None
+    follows during the critic's warm-up."""
+    return run.plan.overlaps_gradients and run.step >= run.plan.critic_warmup
 
 
 def _groups(run: Run) -> Groups:
