@@ -340,6 +340,29 @@ def test_a_disk_that_hangs_does_not_keep_the_process(exits, monkeypatch, end):
     release.set()
 
 
+def test_time_is_watched_also_where_no_thread_can_be_started(exits, monkeypatch):
+    """The thread that watches it says what follows in another one, and goes on without."""
+    stop = stop_module.Stop()
+    policy = Policy(total_steps=9, stop_grace_s=1.0)
+    for event in (Begins(policy, step=5, saved=5), StepWanted(), StepFinished()):
+        stop.tell(event)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stop.tell(Signal("SIGTERM"))
+    now[0] += limits.REPEAT_S + 0.1
+    stop.tell(Signal("SIGTERM"))
+    assert stop.machine.patience.signals == 2
+    now[0] += 1.1
+    with pytest.raises(Exit) as caught:
+        stop.tell(Watched())
+    assert caught.value.args == (STOPPED,)
+
+
 def test_the_end_by_a_signal_decides_the_code_once(exits):
     stop = stop_module.Stop()
     decided = []

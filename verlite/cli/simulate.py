@@ -24,24 +24,26 @@ class GivenCosts:
     """Costs that replace those of the run or of the roofline."""
 
     decode_step_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Of an engine's decode step.")
+        Seconds, typer.Option(metavar="S", help="Seconds of an engine's decode step.")
     ] = None
     decode_sample_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Of a decode step, for each running sample.")
+        Seconds, typer.Option(metavar="S", help="Seconds more for each running sample.")
     ] = None
     prefill_token_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Of an engine, for each token of a prompt.")
+        Seconds, typer.Option(metavar="S", help="Seconds of an engine for each token of a prompt.")
     ] = None
     update_token_s: Annotated[
         Seconds,
         typer.Option(metavar="S", help="Device-seconds of training passes for each token."),
     ] = None
     update_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Of training in each step, beside its tokens.")
+        Seconds,
+        typer.Option(metavar="S", help="Seconds of training in each step, beside its tokens."),
     ] = None
-    sync_s: Annotated[Seconds, typer.Option(metavar="S", help="Of a weight sync.")] = None
+    sync_s: Annotated[Seconds, typer.Option(metavar="S", help="Seconds of a weight sync.")] = None
     reward_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="From a prompt's last sample to its scores.")
+        Seconds,
+        typer.Option(metavar="S", help="Seconds from a prompt's last sample to its scores."),
     ] = None
 
 
@@ -53,7 +55,7 @@ class GivenSamples:
         str | None,
         typer.Option(
             metavar="TOKENS",
-            help='Of the sampled tokens: "1500", "p50=1500 p99=12000" (lognormal), or more '
+            help='Length of the responses: "1500", "p50=1500 p99=12000" (lognormal), or more '
             "quantiles. Default: lognormal, a quarter of data.max_response_length and all of it.",
         ),
     ] = None
@@ -64,7 +66,8 @@ class GivenSamples:
     tool_latency: Annotated[
         str | None,
         typer.Option(
-            metavar="S", help='Of a tool call, as --response-length: "p50=0.5 p98=1 p100=60".'
+            metavar="S",
+            help='Seconds of a tool call, as --response-length: "p50=0.5 p98=1 p100=60".',
         ),
     ] = None
     tool_calls: Annotated[
@@ -87,7 +90,7 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Predict step time, utilization and age of tokens of trainer.mode=sync and async.
+    """Predict step time, utilization and age of tokens of trainer.mode=sync, pipelined and async.
 
     Takes the arguments of main_ppo. With a run directory in front of them it predicts what that run
     would have been in other modes: lengths, tool latencies and costs are those of the run.

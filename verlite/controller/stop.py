@@ -61,10 +61,12 @@ def write_error(text: str) -> None:
 
 
 def within(seconds: float, function: Callable[[], None]) -> None:
-    """Run a function in a thread and wait for it at most so many seconds."""
+    """Run a function in a thread and wait for it at most so many seconds. It is not run if no
+    thread can be started: nothing that it would say may keep a process from ending in time."""
     thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with suppress(RuntimeError):
+        thread.start()
+        thread.join(seconds)
 
 
 def _exit_within(seconds: float, code: int, last_words: Callable[[], None]) -> NoReturn:
