@@ -24,7 +24,8 @@ PART = 16
 
 UNMODELED = (
     "Not modeled: failures, validation, checkpoints, dynamic sampling, a full KV cache, prompts "
-    "that share their prefix, the driver's own latency, and processes that compete for cores."
+    "that share their prefix, the driver's own latency, processes that compete for cores, and with "
+    "pipelined what waits for the whole step, such as a critic."
 )
 
 
