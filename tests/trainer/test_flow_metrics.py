@@ -16,6 +16,7 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.spec.correction import RolloutCorrection
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.errors import FewEffectiveSamples, exit_code
+from verlite.trainer.finish import async_metrics
 from verlite.trainer.flow_metrics import WINDOW, Window
 from verlite.trainer.groups import Groups, uid_of
 from verlite.trainer.log_prob_gap import check_sample_size
@@ -79,6 +80,27 @@ def test_only_the_newest_steps_count():
         window.train([1, 2])
     assert window.metrics(1)["async/length_distance"] == 0.0
     assert window.metrics(1)["async/reuse"] == 1.0
+
+
+@pytest.mark.parametrize(("greedy", "most", "places"), [(0, 99, 24), (1, 99, 30), (1, 20, 20)])
+def test_an_engines_places_are_those_of_its_share_of_the_prompts(greedy, most, places):
+    """6 prompts a step and twice as many at once, each with 4 samples, on 2 engines. ReMax adds a
+    greedy one."""
+    plan = {"prompts": 6, "samples_per_prompt": 4, "engines": 2, "needs_greedy_baseline": greedy}
+    rollout = SimpleNamespace(max_num_seqs=most)
+    run = SimpleNamespace(
+        step=1,
+        plan=SimpleNamespace(**plan, actor=SimpleNamespace(epochs=3)),
+        config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)),
+        stopwatch=SimpleNamespace(seconds={"gen": 1.0, "step": 4.0}),
+    )
+    asked = []
+    groups = SimpleNamespace(
+        flow=SimpleNamespace(depth=1), metrics=lambda *given: asked.append(given) or {}
+    )
+    batch = DataProto.from_dict({}, {"version_spans": object_array([[(1, 2)]])})
+    assert async_metrics(run, groups, batch)["fully_async/trainer/idle_ratio"] == 0.25
+    assert asked == [(3, places)]
 
 
 def simulated(late: int | None, steps: int = 40) -> list[dict[str, float]]:

@@ -141,8 +141,11 @@ def test_the_load_of_an_engine_is_that_of_its_process(groups):
         "fully_async/rollouter/idle_ratio": 1 - 15.0 / 20.0,
         "async/idle_slots": 1 - 50.0 / (20.0 * 4.0),
     }
+    assert groups.metrics(1, 4.0) == {}, "no time has passed"
+    groups.loads |= {0: Load(30.0, 16.0, 123.0)}
+    assert groups.metrics(1, 4.0)["async/idle_slots"] == 0.0, "10 samples, as in a validation"
     groups.engines_replaced([1])
-    groups.loads |= {0: Load(30.0, 6.0, 23.0), 1: Load(3.0, 2.0, 2.0)}
+    groups.loads |= {0: Load(40.0, 16.0, 123.0), 1: Load(3.0, 2.0, 2.0)}
     assert groups.metrics(1, 4.0)["fully_async/rollouter/idle_ratio"] == 1.0
 
 

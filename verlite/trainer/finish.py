@@ -135,7 +135,8 @@ def async_metrics(run: Run, groups: Groups, batch: DataProto) -> Metrics:
     """Return how old the samples are, whether they are a fair choice, and who waits for whom."""
     ages = age_metrics(run.step, batch.non_tensor_batch["version_spans"])
     rollout, seconds = run.config.actor_rollout_ref.rollout, run.stopwatch.seconds
-    most = (1 + groups.flow.depth) * run.plan.batch_size / run.plan.engines
+    rows = run.plan.samples_per_prompt + run.plan.needs_greedy_baseline  # of a prompt
+    most = (1 + groups.flow.depth) * run.plan.prompts * rows / run.plan.engines
     return {
         **{f"async/{name}": value for name, value in ages.items()},
         **groups.metrics(run.plan.actor.epochs, min(rollout.max_num_seqs, most)),

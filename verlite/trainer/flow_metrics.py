@@ -73,7 +73,8 @@ def load_metrics(before: Mapping[int, Load], now: Mapping[int, Load], places: fl
 
     Returns:
         fully_async/rollouter/idle_ratio: share of the engines' time without a generation step.
-        async/idle_slots: share of the engines' places for samples that were empty, over that time.
+        async/idle_slots: share of the engines' places for samples that were empty, over that time;
+            0 if they had more samples, as in a validation.
     """
     pairs = [(last, now[engine]) for engine, last in before.items() if engine in now]
     seconds = sum(new.at - last.at for last, new in pairs)
@@ -83,5 +84,5 @@ def load_metrics(before: Mapping[int, Load], now: Mapping[int, Load], places: fl
     sample_seconds = sum(new.sample_seconds - last.sample_seconds for last, new in pairs)
     return {
         "fully_async/rollouter/idle_ratio": 1 - busy / seconds,
-        "async/idle_slots": 1 - sample_seconds / (seconds * places),
+        "async/idle_slots": max(0.0, 1 - sample_seconds / (seconds * places)),
     }
