@@ -146,6 +146,10 @@ FAILURES = {
     "not finite": ("ask(task['prompt']); print('NaN')", "BadReturn: returned nan"),
     "signal": ("ask(task['prompt']); os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
     "memory": ("ask(task['prompt']); bytearray(4 << 30); print(1)", "MemoryError"),
+    "log": (
+        "ask(task['prompt'])\nsys.stderr.write('log\\n' * 50000); raise OSError('broken')",
+        "ended with exit code 1: OSError: broken",
+    ),
     "output": (
         "ask(task['prompt'])\nwhile True: print('x' * 100000)",
         "it printed more than 16 MiB",
@@ -206,6 +210,20 @@ def test_what_a_program_leaves_behind_is_killed_when_it_ends(tmp_path):
     """
     _, (trajectory,) = sample(tmp_path, code, "a")
     assert trajectory.score == RewardResult(1.0)
+    wait_until_gone([int((tmp_path / "child").read_text())])
+
+
+def test_what_a_program_leaves_behind_is_killed_when_it_kills_its_keeper(tmp_path):
+    code = f"""
+        import subprocess
+        quiet = {{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}}
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True, **quiet)
+        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+        os.kill(os.getppid(), 9)
+        ask(task["prompt"])
+    """
+    _, (trajectory,) = sample(tmp_path, code, "a")
+    assert trajectory.status is Status.ERROR and "was killed by SIGKILL" in trajectory.error
     wait_until_gone([int((tmp_path / "child").read_text())])
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -103,6 +104,17 @@ def test_an_order_of_the_first_rows(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_tokenizer_without_template(folder: Path) -> None:
     Path("model/chat_template.jinja").unlink()
     assert "no chat template, so a prompt is the text of its messages" in tried().seen[-1]
+    Path("agent.py").touch()
+    trial = tried(f"agent.command='{sys.executable} agent.py'")
+    assert "the program's chat/completions are refused" in trial.seen[-1] and not trial.errors
+
+
+def test_a_program_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has no shell that knows ~."""
+    monkeypatch.setenv("HOME", str(folder))
+    Path("agent.py").touch()
+    (error,) = tried(f"agent.command='{sys.executable} ~/agent.py'").errors
+    assert "~/agent.py is not a file in" in error
 
 
 def test_a_tokenizer_of_another_model(folder: Path) -> None:

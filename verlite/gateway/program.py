@@ -19,7 +19,7 @@ from typing import Any
 
 from verlite.breakpoints import REFUSE
 from verlite.masking import without_secrets
-from verlite.rewards.keeper import kill_group, kill_kept
+from verlite.rewards.keeper import kill_group, kill_kept, kill_marked
 from verlite.rewards.result import BadReturn, RewardResult, result_of
 from verlite.terminal import clean
 from verlite.threads import COUNT
@@ -106,7 +106,7 @@ async def run(
     except TimeoutError:
         raise ProgramError(f"it did not end within agent.timeout_s={timeout_s:g}") from None
     finally:
-        await _end(process)
+        await _end(process, token)
     if code:
         raise ProgramError(f"it {_cause(code)}{_last_line(errors, ': ')}")
     return _last_line(output)
@@ -159,13 +159,18 @@ async def _read(pipe: asyncio.StreamReader, kept: int) -> bytes:
     return tail
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left of a program."""
+async def _end(process: asyncio.subprocess.Process, token: str) -> None:
+    """Kill what is left of a program, which has the token of its session in its environment."""
     if process.returncode is None:
         kill_kept(process.pid)
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), END_S)
     kill_group(process.pid)
+    if token and process.returncode in (
+        None,
+        -signal.SIGKILL,
+    ):  # perhaps the program killed its keeper
+        kill_marked(token.encode())
 
 
 def _cause(code: int) -> str:

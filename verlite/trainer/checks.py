@@ -272,7 +272,7 @@ def agent_program(found: Preflight) -> None:
             "machine's PATH"
         )
     files = [word for word in words[1:] if word.endswith(".py")][:1]
-    missing = [file for file in files if not Path(file).expanduser().is_file()]
+    missing = [file for file in files if not Path(file).is_file()]  # without a shell, ~ is a name
     if missing:
         raise RunRefused(
             f"agent.command={found.config.agent.command}: {missing[0]} is not a file in "
@@ -315,6 +315,8 @@ def prompts(found: Preflight, split: str) -> None:
     lines: list[str | None] = [str(data.report())]
     if split == "train":
         lines.append(template_remark(found.tokenizer, config.data.apply_chat_template_kwargs))
+        if config.agent.command and found.tokenizer.chat_template is None:
+            lines.append("without a chat template the program's chat/completions are refused")
     elif "train" in found.data:
         lines.append(overlap_note(found.data["train"], data))
     found.findings.seen += filter(None, lines)
