@@ -274,6 +274,28 @@ def test_max_tokens_is_limited_by_the_run_and_by_what_remains():
     assert f"the context has {prompt} tokens, of {prompt}" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(path):
+    """16 MB take a minute, in which no other session is answered."""
+    tokens = tokenizer()
+    longest = 100 * max(map(len, tokens.get_vocab()))
+    encoded = []
+    tokens.encode = lambda text, **_: encoded.append(len(text)) or [7]
+
+    async def talk(count):
+        async with session_of(Speaker(tokens, "a"), 100) as client:
+            body = {"messages": [user("x" * count)]}
+            if path == "completions":
+                body = {"prompt": "x" * count}
+            return await client.post(path, **body), client.session.refused
+
+    response, refused = asyncio.run(talk(longest + 1))
+    assert (response.status_code, refused, encoded) == (400, 1, [])
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    response, refused = asyncio.run(talk(longest))
+    assert (response.status_code, refused) == (200, 0) and encoded[0] >= longest
+
+
 def test_a_stop_string_is_recorded_and_not_shown():
     async def talk():
         engine = Speaker(tokenizer(), "one;two", "more")

@@ -98,6 +98,7 @@ class Gateway:
         """
         self._engine = engine
         self._longest = longest
+        self._characters = longest * max(map(len, engine.tokenizer.get_vocab()))
         self._template_kwargs = dict(template_kwargs or {})
         self._sessions: dict[str, OpenSession] = {}
         self._address = ""
@@ -201,6 +202,15 @@ class Gateway:
         record = session.record
         if len(record.nodes) + asked.n > MAX_REQUESTS:
             raise Refused(f"a session has at most {MAX_REQUESTS} requests")
+        said = [message["content"] for message in asked.messages if message["role"] != "assistant"]
+        characters = sum(map(len, [*said, asked.prompt if isinstance(asked.prompt, str) else ""]))
+        if characters > self._characters:  # encoding them would hold up all sessions
+            session.refused += 1
+            raise Refused(
+                f"the context has {characters} characters, more than {self._longest} tokens can "
+                "have (data.max_prompt_length + data.max_response_length)",
+                LENGTH,
+            )
         match, given, rewritten = self._encode(record, asked)
         parent = [] if match.parent is None or rewritten else match.parent.context
         room = self._longest - len(parent) - len(given)
