@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.engine import matrix, programs
 from tests.engine.ranks import Ranks
 from verlite.algorithms.aggregation import AGGREGATION_MODES
+from verlite.engine.fsdp import TrainEngine
 from verlite.spec.catalog import LOSSES
 
 pytestmark = pytest.mark.process
@@ -84,6 +85,22 @@ def test_engine_options(
     found = cases(columns)[-4:]
     (results, _) = two_ranks.call(programs.accumulated_gradients_with, tiny_qwen2, found, settings)
     check(found, results)
+
+
+def test_parameters_stay_on_the_device_with_their_gradients(
+    tiny_qwen2: str, columns: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test treats this CPU as a device with its own memory. The calls of a step's other passes
+    would take the parameters away between `accumulate` and `update`."""
+    moves: list[Any] = []
+    monkeypatch.setattr("verlite.engine.fsdp.has_own_memory", lambda device: True)
+    monkeypatch.setattr(
+        TrainEngine, "_replace_parameters", lambda subject, move: moves.append(move)
+    )
+    case = cases(columns)[-1]
+    settings = {"param_offload": True, "optimizer_offload": True}
+    check([case], programs.accumulated_gradients_with(tiny_qwen2, [case], settings))
+    assert moves == []
 
 
 def test_gradients_of_a_step_that_was_given_up_are_gone(
