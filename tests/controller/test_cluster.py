@@ -160,6 +160,8 @@ def test_what_a_killed_process_has_started_is_killed_too():
     try:
         known = node.process(leader.pid)
         assert within(60, lambda: os.getsid(apart.pid) == apart.pid)
+        for process in (child, apart):  # each has become `sleep`
+            assert within(60, lambda one=process: node.process_state(one) == "sleeping")
         leader.kill()
         leader.wait()
         node.kill([node.Process(known.pid, known.started + 10**6), node.Process(leader.pid, 0)])

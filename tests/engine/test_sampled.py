@@ -46,7 +46,7 @@ def rollout_engine(path: str, pretrained: bool = True) -> BatchedEngine:
 def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
     """A worker without Ray, whose rewards are all 0."""
     worker = RolloutWorker.__new__(RolloutWorker)
-    worker.spec = SimpleNamespace(max_turns=0)
+    worker.spec = SimpleNamespace(max_turns=0, agent=None)
     worker.env_factory = EnvFactory()
     worker.engine = rollout_engine(path, pretrained)
     zeros = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
