@@ -12,7 +12,7 @@ import pytest
 from verlite import hub
 from verlite.data.dataset import DataError, RowFiles
 from verlite.hub import HubError, local_file
-from verlite.spec.data import DataSpec
+from verlite.spec.roles import DataSpec
 
 ROW = {
     "data_source": "openai/gsm8k",

@@ -23,8 +23,7 @@ from workload import model_of
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import make_rows, read_file, write_parquet
 from verlite.engine.folder import load_tokenizer
-from verlite.spec.data import DataSpec
-from verlite.spec.roles import ModelSpec
+from verlite.spec.roles import DataSpec, ModelSpec
 
 TOP = Path(__file__).resolve().parents[2]
 

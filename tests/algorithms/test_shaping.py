@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
+from verlite.algorithms.advantages import overlong_penalty, rows_with_signal, shape_scores
 
 
 def test_shape_scores() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from verlite.algorithms.staleness import age_metrics, length_distance
+from verlite.algorithms.gap import age_metrics, length_distance
 
 
 def test_ages_of_tokens():

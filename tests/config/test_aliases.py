@@ -3,10 +3,10 @@
 import pytest
 
 from tests.config.conftest import texts, write_prompts
-from verlite.config import ConfigError, keys, translation
+from verlite.config import ConfigError, translation
 from verlite.config.command import PPO
 from verlite.config.problems import notes_text
-from verlite.config.rules import conditions
+from verlite.config.rules import declared
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
@@ -302,14 +302,14 @@ def test_every_new_name_exists():
         *PPO.tables.null_means,
     ]:
         assert (
-            keys.find(new.replace(".*", ".param_offload"))
-            or keys.find(new.replace("*", "actor_rollout_ref.actor"))
-            or keys.find(new.replace("*", "actor_rollout_ref"))
-            or keys.find(new.removesuffix(".*"))
+            PPO.find(new.replace(".*", ".param_offload"))
+            or PPO.find(new.replace("*", "actor_rollout_ref.actor"))
+            or PPO.find(new.replace("*", "actor_rollout_ref"))
+            or PPO.find(new.removesuffix(".*"))
             or translation.lookup(PPO.tables.ignored, new)
         )
     for old in [*PPO.tables.renamed, *PPO.tables.per_device]:
-        assert "*" in old or keys.find(old) is None, (
+        assert "*" in old or PPO.find(old) is None, (
             f"{old} is in the schema, so it is not an old name"
         )
 
@@ -318,13 +318,13 @@ def test_reasons_name_keys_that_exist():
     """Keys in reasons must exist."""
     import re
 
-    endings = [key for key in keys.keys()]
+    endings = [key for key in PPO.keys]
     reasons = [
         *PPO.tables.ignored.values(),
         *(fixed.why for fixed in PPO.tables.fixed.values()),
         *PPO.tables.refused.values(),
-        *(c.note for key in keys.keys().values() for c in key.conditions),
-        *(conditions.words(c.text) for key in keys.keys().values() for c in key.conditions),
+        *(c.note for key in PPO.keys.values() for c in key.conditions),
+        *(declared.words(c.text) for key in PPO.keys.values() for c in key.conditions),
     ]
     for reason in reasons:
         for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", reason):
@@ -332,7 +332,7 @@ def test_reasons_name_keys_that_exist():
                 continue
             found = (
                 any(key == word or key.endswith("." + word) for key in endings)
-                or keys.find(word)
+                or PPO.find(word)
                 or "engine_kwargs" in word
             )
             assert found, f"{word!r} in {reason!r}"

@@ -1,6 +1,6 @@
 import pytest
 
-from verlite.config.durations import duration_s
+from verlite.config.rules.declared import duration_s
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from verlite.config import keys
+from verlite.config.command import PPO
 from verlite.config.explain import explain
 
 
@@ -44,17 +44,19 @@ def test_explain_suggests_similar_key():
 
 def test_every_key_has_help_and_legal_default():
     from verlite.config import Config
-    from verlite.config.rules import values
+    from verlite.config.rules import declared
 
-    for key in keys.keys().values():
+    for key in PPO.keys.values():
         assert key.doc, f"{key.name} has no help"
         assert explain(key.name)
     config = Config()
-    assert [p.key for p in [*values.names(config), *values.numbers(config)]] == []
+    assert [
+        p.key for p in [*declared.names(config, PPO.keys), *declared.numbers(config, PPO.keys)]
+    ] == []
 
 
 def test_help_texts_are_sentences():
-    for key in keys.keys().values():
+    for key in PPO.keys.values():
         first = key.facts.help.split()[0]
         assert key.facts.help.endswith("."), key.name
         assert first not in ("and", "or", "they", "those"), key.name

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from verlite.config import ConfigError, keys, translation
+from verlite.config import ConfigError, translation
 from verlite.config.command import PPO
 from verlite.config.load import dump
 
@@ -18,7 +18,7 @@ ENV = f"{RAY_INIT}runtime_env.env_vars."
 def meanings(name: str) -> list[str]:
     """Return the tables that know a key."""
     tables = (PPO.tables.fixed, PPO.tables.refused, PPO.tables.ignored)
-    known = ["schema"] if keys.find(name) else []
+    known = ["schema"] if PPO.find(name) else []
     return known + ["alias"] * any(translation.lookup(table, name) for table in tables)
 
 

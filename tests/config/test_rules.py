@@ -12,13 +12,14 @@ from tensordict import TensorDict
 from tests.config.conftest import write_prompts
 from tests.trainer.test_batch import generated_batch
 from tests.trainer.test_stages import fake_run
-from verlite.config import ConfigError, keys, make_plan, plan
+from verlite.config import ConfigError, make_plan, plan
+from verlite.config.command import PPO
 from verlite.config.compile import policy_loss_spec
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
-from verlite.config.rules import conditions
+from verlite.config.rules import declared
 from verlite.config.rules.context import Context, nearest_divisors
-from verlite.config.rules.values import within
+from verlite.config.rules.declared import within
 from verlite.engine.fsdp import Counts
 from verlite.masking import display, is_secret
 from verlite.spec import catalog
@@ -1052,26 +1053,26 @@ def test_trainer_provides_inputs_of_every_policy_loss(material, name):
 
 
 def test_every_number_has_a_bound():
-    numeric = {key.name for key in keys.keys().values() if "number" in key.type}
+    numeric = {key.name for key in PPO.keys.values() if "number" in key.type}
     thresholds = {
         f"{CORRECTION}rollout_is_threshold",
         f"{CORRECTION}rollout_rs_threshold",
     }  # rules/algorithm.py checks these
-    assert {name for name in numeric if not keys.keys()[name].facts.bound} == thresholds
+    assert {name for name in numeric if not PPO.keys[name].facts.bound} == thresholds
 
 
 def test_every_condition_names_existing_keys():
-    known = keys.keys()
+    known = PPO.keys
     used = set()
     for key in known.values():
         for condition in key.conditions:
-            comparison = conditions.COMPARISON.fullmatch(condition.text)
-            reads = conditions.READS.fullmatch(condition.text)
+            comparison = declared.COMPARISON.fullmatch(condition.text)
+            reads = declared.READS.fullmatch(condition.text)
             used.add(condition.text)
             assert not comparison or comparison[1] in known
             assert not reads or reads[2] in FIELDS_READ
-            assert comparison or reads or condition.text in conditions.PREDICATES
-    assert set(conditions.PREDICATES) <= used
+            assert comparison or reads or condition.text in declared.PREDICATES
+    assert set(declared.PREDICATES) <= used
 
 
 FIELDS_READ = {
@@ -1084,10 +1085,10 @@ FIELDS_READ = {
 @pytest.mark.parametrize("sets", [(), ("critic.enable=true",)])
 def test_every_condition_can_be_evaluated(material, sets):
     context = Context(material.load(*sets).config)
-    for key in keys.keys().values():
+    for key in PPO.keys.values():
         for condition in key.conditions:
-            assert conditions.holds(condition.text, context) in (True, False)
-            assert conditions.words(condition.text).startswith(("with ", "when "))
+            assert declared.holds(condition.text, context) in (True, False)
+            assert declared.words(condition.text).startswith(("with ", "when "))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tests.config.conftest import texts, write_prompts
 from verlite.cli import app
-from verlite.config import ConfigError, keys, translation, verl
+from verlite.config import ConfigError, keys, translation
 from verlite.config.command import PPO
 from verlite.config.sft import SFT, compose
 from verlite.config.sources import from_our_yaml
@@ -217,7 +217,7 @@ def test_the_note_on_verls_defaults_lists_those_that_differ(material):
 
 
 def test_defaults_of_styles_are_verls_published_ones():
-    published = verl.defaults(verl.SFT_TABLE)
+    published = translation.defaults(translation.SFT_TABLE)
     old, new = SFT.tables.styles.values()
     for style, place in ((old, 0), (new, -1)):
         for key, value in style.defaults.items():

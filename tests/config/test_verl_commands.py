@@ -8,7 +8,7 @@ import pytest
 from tests.config import verl_page
 from tests.config.conftest import FAR
 from tests.config.verl_commands import material, published
-from verlite.config import verl
+from verlite.config import translation
 from verlite.config.problems import notes_text
 
 COMMANDS = list(published())
@@ -47,6 +47,6 @@ def test_enough_commands():
 
 
 def test_verls_defaults_are_compared_by_type():
-    assert verl.is_default("distillation.enabled", False)
-    assert not verl.is_default("distillation.enabled", 0)
-    assert not verl.is_default("distillation.enable", False)
+    assert translation.is_default("distillation.enabled", False)
+    assert not translation.is_default("distillation.enabled", 0)
+    assert not translation.is_default("distillation.enable", False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from verlite.config.verl import SFT_TABLE, TABLE
+from verlite.config.translation import SFT_TABLE, TABLE
 
 CONFIG = "verl/trainer/config/"
 RL = [

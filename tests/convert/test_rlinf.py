@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.convert.conftest import BOMB, SAMPLES
-from verlite.config import keys, plan
+from verlite.config import plan
+from verlite.config.command import PPO
 from verlite.config.problems import ConfigError
 from verlite.convert import rlinf, rows
 from verlite.convert.rlinf import KEYS
@@ -43,7 +44,7 @@ def test_every_key_has_a_row(name):
 def test_every_target_is_a_key():
     for row in KEYS:
         for key in row.to.split():
-            assert key in keys.keys(), (row.name, key)
+            assert key in PPO.keys, (row.name, key)
 
 
 def test_guide_004(convert, files):

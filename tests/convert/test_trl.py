@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from tests.convert.conftest import BOMB, SAMPLES, check_changes
-from verlite.config import keys
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError
 from verlite.convert import rows, text, trl
@@ -640,7 +639,7 @@ def test_defaults_of_a_version(tmp_path, version, expected):
         f"{ACTOR}fsdp_config.dtype",
         f"{ACTOR}ppo_micro_batch_size_per_gpu",
     )
-    found = [conversion.values.get(key, keys.keys()[key].default) for key in names]
+    found = [conversion.values.get(key, PPO.keys[key].default) for key in names]
     if "actor_rollout_ref.actor.use_kl_loss" not in conversion.values:
         found[0] = None
     assert tuple(found) == expected

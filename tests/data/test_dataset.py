@@ -19,7 +19,7 @@ from verlite.data.dataset import (
     share,
 )
 from verlite.data.prompts import build_prompt
-from verlite.spec.data import DataSpec
+from verlite.spec.roles import DataSpec
 
 
 def row(text: Any = "2+2?", index: int = 0, **others: Any) -> dict[str, Any]:

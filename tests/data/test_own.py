@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.models import tiny_tokenizer
 from verlite.cli import app
 from verlite.data.dataset import PromptDataset
-from verlite.spec.data import DataSpec
+from verlite.spec.roles import DataSpec
 
 CSV = 'question,solution,level\n"1+1, or?",2,easy\n2+2?, 4 ,easy\n"3+3?",6,hard\n1+1?,2,hard\n'
 

@@ -13,8 +13,7 @@ from verlite.convert.formulas import VERBATIM
 from verlite.data.dataset import PromptDataset
 from verlite.rewards.result import RewardItem
 from verlite.rewards.scorer import Scorer
-from verlite.spec.data import DataSpec
-from verlite.spec.roles import ScorerSpec
+from verlite.spec.roles import DataSpec, ScorerSpec
 
 SAMPLE = ROOT / "tests/samples/chat/chatml.json"
 

@@ -16,8 +16,7 @@ from tests.models import tiny_tokenizer
 from verlite.data import qa
 from verlite.data.dataset import DataError, PromptDataset
 from verlite.rewards.scorer import Scorer
-from verlite.spec.data import DataSpec
-from verlite.spec.roles import ScorerSpec
+from verlite.spec.roles import DataSpec, ScorerSpec
 
 pytestmark = pytest.mark.process
 

@@ -14,8 +14,7 @@ from tests.models import tiny_tokenizer
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import write_parquet
 from verlite.rewards.scorer import Scorer
-from verlite.spec.data import DataSpec
-from verlite.spec.roles import ScorerSpec
+from verlite.spec.roles import DataSpec, ScorerSpec
 
 pytestmark = pytest.mark.process
 

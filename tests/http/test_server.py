@@ -13,6 +13,7 @@ from fastapi import Request
 
 from tests.http.running import running
 from verlite.http import server as module
+from verlite.http.client import TokenError, token_of_file, token_of_variable
 from verlite.http.server import (
     application,
     bind,
@@ -22,7 +23,6 @@ from verlite.http.server import (
     refusal,
     url,
 )
-from verlite.http.token import TokenError, token_of_file, token_of_variable
 
 pytestmark = pytest.mark.process
 

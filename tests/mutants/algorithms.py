@@ -15,9 +15,9 @@ LOG_PROBS = "verlite.algorithms.logprobs:"
 PACKING = "verlite.algorithms.packing:"
 BALANCING = "verlite.algorithms.balancing:"
 CORRECTION = "verlite.algorithms.rollout_correction:"
-SHAPING = "verlite.algorithms.shaping:"
+SHAPING = "verlite.algorithms.advantages:"
 GAP = "verlite.algorithms.gap:"
-STALENESS = "verlite.algorithms.staleness:"
+STALENESS = "verlite.algorithms.gap:"
 
 
 def _inputs(name, change):

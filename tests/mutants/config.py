@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "a key is refused although it has verl's default",
-        "verlite.config.verl:is_default",
+        "verlite.config.translation:is_default",
         result(lambda found: False),
         ("tests/config/test_aliases.py",),
     ),
@@ -132,7 +132,7 @@ MUTANTS = [
     ),
     Mutant(
         "one of two bounds is enough",
-        RULES + "values:within",
+        RULES + "declared:within",
         calls(_one_bound_is_enough),
         (LINES,),
     ),
@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys without effect pass silently",
-        RULES + "conditions:keys_without_effect",
+        RULES + "declared:keys_without_effect",
         result(lambda found: {}),
         ("tests/config/test_ineffective.py",),
     ),

@@ -10,7 +10,8 @@ from recipes.gdpo.reward import compute_score
 from recipes.methods.curves import METHODS, task_settings
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
-from verlite.config import compose, keys, make_plan
+from verlite.config import compose, make_plan
+from verlite.config.command import PPO
 from verlite.spec import catalog, correction
 
 pytestmark = pytest.mark.process
@@ -133,7 +134,7 @@ def test_page_names_every_algorithm_recipe_and_key():
     )
     wanted = [
         key
-        for key in keys.leaves()
+        for key in PPO.leaves
         if key.startswith(
             ("algorithm.rollout_correction.", "algorithm.filter_groups.", "reward.overlong")
         )

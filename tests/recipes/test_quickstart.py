@@ -17,8 +17,7 @@ from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.engine.folder import load_tokenizer
 from verlite.rewards.exact import compute_score
 from verlite.sft.data import read_examples
-from verlite.spec.data import DataSpec
-from verlite.spec.roles import ModelSpec
+from verlite.spec.roles import DataSpec, ModelSpec
 
 pytestmark = pytest.mark.process
 

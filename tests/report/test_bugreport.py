@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from verlite.cli import app
 from verlite.masking import mask_text
-from verlite.report import bugreport, doctor
+from verlite.report import doctor
 
 USAGE = namedtuple("USAGE", "total used free")
 
@@ -90,7 +90,7 @@ def run_dir(tmp_path):
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "error.json").write_text(json.dumps({"message": "https://me:geheim@host/x failed"}))
     (folder / "run.json").write_text("{}")
-    log = "x" * bugreport.LOG_BYTES + "\nHF_TOKEN=hf_abcdefghijklmnop1234\nvalue=s3cr3t-value!\n"
+    log = "x" * doctor.LOG_BYTES + "\nHF_TOKEN=hf_abcdefghijklmnop1234\nvalue=s3cr3t-value!\n"
     (folder / "logs" / "actor_0.log").write_text(log)
     (folder / "logs" / "other.log").symlink_to("/etc/passwd")
     return folder
@@ -122,7 +122,7 @@ def test_bugreport_has_what_is_asked_for_and_no_secret(run_dir, tmp_path, monkey
     steps = [json.loads(line) for line in content["metrics.jsonl"].splitlines()]
     assert [line["step"] for line in steps] == list(range(30, 80))
     assert steps[0]["perf/total_num_tokens"] == 12
-    assert len(content["logs/actor_0.log"]) < bugreport.LOG_BYTES
+    assert len(content["logs/actor_0.log"]) < doctor.LOG_BYTES
 
 
 def test_bugreport_of_names_that_are_not_utf_8(run_dir, tmp_path):

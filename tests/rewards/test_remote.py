@@ -12,7 +12,7 @@ import pytest
 
 from tests.envs.retriever import free_port
 from tests.services.test_reward import serving
-from verlite.http.token import TokenError
+from verlite.http.client import TokenError
 from verlite.rewards.process import FunctionError
 from verlite.rewards.remote import UNAVAILABLE, request_of, results_of
 from verlite.rewards.result import BadReturn, RewardItem, RewardResult, result_of

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from verlite.algorithms.shaping import overlong_penalty
+from verlite.algorithms.advantages import overlong_penalty
 from verlite.rewards import pool
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult

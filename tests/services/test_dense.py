@@ -10,8 +10,7 @@ import pytest
 
 from tests.services.passages import WORDS, passages, write
 from verlite.http.server import ServiceError
-from verlite.services.dense import Dense
-from verlite.services.index import open_index
+from verlite.services.index import Dense, open_index
 
 pytestmark = pytest.mark.process
 

@@ -10,8 +10,7 @@ from verlite.sizing.advice import SizedRun, advise, largest_micro_batch, make_fi
 from verlite.sizing.devices import Devices
 from verlite.sizing.facts import model_facts
 from verlite.sizing.measure import Measurer, RoleMemory, folder, key_of
-from verlite.sizing.memory import FRAGMENTS, PROCESS, run_memory, training_roles
-from verlite.sizing.sync import sync_bytes
+from verlite.sizing.memory import FRAGMENTS, PROCESS, run_memory, sync_bytes, training_roles
 
 GIB = 2**30
 WEIGHTS = 4 * GIB

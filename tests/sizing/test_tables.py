@@ -7,7 +7,7 @@ import pytest
 from verlite.config.compile import model_spec
 from verlite.sizing.devices import DevicesError, choose_devices, parse_devices
 from verlite.sizing.facts import model_facts
-from verlite.sizing.sync import sync_bytes
+from verlite.sizing.memory import sync_bytes
 from verlite.sizing.tables import node_roles, placement_table
 
 

@@ -5,11 +5,19 @@ from statistics import fmean, quantiles
 
 import pytest
 
+from verlite.sizing.assumed import (
+    READ,
+    STEP_S,
+    SYNCED,
+    TRAINED,
+    Drawn,
+    Quantiles,
+    parse_quantiles,
+    roofline_costs,
+)
 from verlite.sizing.devices import Devices, DevicesError
-from verlite.sizing.roofline import READ, STEP_S, SYNCED, TRAINED, roofline_costs
 from verlite.sizing.tables import run_models
 from verlite.sizing.words import GIB
-from verlite.sizing.workload import Drawn, Quantiles, parse_quantiles
 
 
 def test_quantiles_of_each_form():

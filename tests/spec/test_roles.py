@@ -11,7 +11,7 @@ from verlite.config import keys, make_plan, schema
 from verlite.config.compile import role_spec
 from verlite.config.schema import Config, DataConfig
 from verlite.spec import roles
-from verlite.spec.data import DataSpec
+from verlite.spec.roles import DataSpec
 
 NOT_KEYS_OF_A_SERVICE = {"name", "section", "token_key", "max_answer", "max_values"}
 NOT_KEYS_OF_A_SERVICE |= {"max_in_flight", "batch_size", "batch_window_ms"}  # of the reference

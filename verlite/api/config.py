@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import keys
+from verlite.config.command import PPO
 from verlite.config.load import Loaded, compose, dump
 from verlite.config.problems import ConfigError, Problem
 from verlite.config.schema import Config
@@ -44,7 +45,7 @@ class RunConfig:
         return self.loaded(check=False).config
 
     def __getitem__(self, key: str) -> Any:
-        if keys.find(key) is None:
+        if PPO.find(key) is None:
             raise KeyError(key)
         return keys.get(self.values, key)
 

@@ -176,7 +176,7 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
         terminal.print(notes_text(notes), soft_wrap=True)
     # What follows builds models, which takes seconds to import.
     from verlite.engine.folder import ModelError
-    from verlite.sizing.sync import sync_bytes
+    from verlite.sizing.memory import sync_bytes
     from verlite.sizing.tables import model_table, placement_table, run_models
     from verlite.sizing.words import facts_table
 
@@ -199,9 +199,8 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
 
 def _show_split(config: "Config", made: "Plan", devices: "Devices", models: "RunModels") -> None:
     """Print how long a step takes with the engines' and the trainer's devices, by simulation."""
+    from verlite.sizing.assumed import ASSUMED, PEAKS, assumed_samples, roofline_costs
     from verlite.sizing.modes import settings_of, split_sentence
-    from verlite.sizing.roofline import ASSUMED, PEAKS, roofline_costs
-    from verlite.sizing.workload import assumed_samples
     from verlite.terminal import console
 
     if devices.name not in PEAKS:

@@ -136,7 +136,7 @@ def _first_row(file: str) -> "RewardItem":
 
 def _rows(file: str, count: int) -> "list[Answer]":
     from verlite.data.dataset import RowFiles
-    from verlite.spec.data import DataSpec
+    from verlite.spec.roles import DataSpec
 
     return RowFiles(file, DataSpec(), "train").answers(count)
 
@@ -182,9 +182,8 @@ def data(
     import json
 
     from verlite.data.dataset import DataError, find_file
-    from verlite.data.own import Columns, read_rows, statistics
-    from verlite.data.own import hold_out as split
-    from verlite.data.preprocess import print_written, write_parquet
+    from verlite.data.preprocess import Columns, print_written, read_rows, statistics, write_parquet
+    from verlite.data.preprocess import hold_out as split
     from verlite.spec import catalog
 
     if template is not None and "{}" not in template:

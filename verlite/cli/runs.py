@@ -198,7 +198,7 @@ def bugreport(
     it: logs may quote single samples.
     """
     from verlite.files import size_text
-    from verlite.report.bugreport import write
+    from verlite.report.doctor import write
 
     target = Path(output)
     if target.is_dir():

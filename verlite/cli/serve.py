@@ -54,8 +54,8 @@ class Listen:
 
         A service that other machines can reach without a token gets a warning.
         """
+        from verlite.http.client import TokenError, token_of_file, token_of_variable
         from verlite.http.server import ServiceError, bind, open_to_others
-        from verlite.http.token import TokenError, token_of_file, token_of_variable
 
         token = None
         try:
@@ -153,7 +153,7 @@ def retriever(
         if rebuild and index is None:
             raise ServiceError("--rebuild has no effect without --index DIR")
         if retriever == Retriever.dense:
-            from verlite.services.dense import Dense
+            from verlite.services.index import Dense
 
             finder: Index = Dense(model, faiss_index, query_prefix, passage_prefix)
         else:

@@ -12,8 +12,8 @@ from verlite.cli.common import TrainingArguments, fail, from_data_classes, load_
 if TYPE_CHECKING:
     from verlite.config.load import Loaded
     from verlite.config.plan import Plan
+    from verlite.sizing.assumed import Drawn
     from verlite.sizing.simulation import Costs, Settings, Simulated
-    from verlite.sizing.workload import Drawn
 
 Seconds = float | None
 STEPS = 20
@@ -146,8 +146,8 @@ def _planned(
     if "update_token_s" in named and ("decode_step_s" in named or "decode_sample_s" in named):
         costs, source = Costs(**{"decode_step_s": 0.0, **named}), "given"
     else:
+        from verlite.sizing.assumed import ASSUMED, roofline_costs
         from verlite.sizing.devices import choose_devices
-        from verlite.sizing.roofline import ASSUMED, roofline_costs
         from verlite.sizing.tables import run_models
 
         chosen = choose_devices(devices, plan)
@@ -161,7 +161,7 @@ def _planned(
 
 
 def _drawn(loaded: "Loaded", plan: "Plan", given: GivenSamples) -> "Drawn":
-    from verlite.sizing.workload import assumed_samples, parse_quantiles
+    from verlite.sizing.assumed import assumed_samples, parse_quantiles
 
     drawn = assumed_samples(loaded.config, plan)
     if given.response_length is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verlite.config import translation, verl
+from verlite.config import translation
 from verlite.config.keys import Key, find, table
 from verlite.config.problems import Problem
 from verlite.config.schema import Config
@@ -103,19 +103,19 @@ def _ppo_rules(config: Config, user_keys: Collection[str]) -> Iterable[Problem]:
 def _ppo_effects(
     config: Config, user_keys: Collection[str], old_names: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    from verlite.config.rules import conditions, notes
+    from verlite.config.rules import declared, notes
     from verlite.config.rules.context import Context
 
     context = Context(config, user_keys, old_names=old_names)
-    return conditions.keys_without_effect(context), notes.notes(context)
+    return declared.keys_without_effect(context), notes.notes(context)
 
 
 PPO = Command(
     schema=Config,
     config_name="ppo_trainer",
     tables=translation.read_ppo(),
-    verl_defaults=verl.defaults,
-    verl_files=verl.TRAINERS,
+    verl_defaults=translation.defaults,
+    verl_files=translation.TRAINERS,
     rules=_ppo_rules,
     effects=_ppo_effects,
     paths=(

@@ -24,12 +24,12 @@ from verlite.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
-from verlite.spec.data import DataSpec, OwnClass
 from verlite.spec.roles import (
     ActorSpec,
     AdvantageSpec,
     AgentSpec,
     CriticSpec,
+    DataSpec,
     EngineSpec,
     EnvSpec,
     FSDPSpec,
@@ -38,6 +38,7 @@ from verlite.spec.roles import (
     LogProbSpec,
     ModelSpec,
     OptimSpec,
+    OwnClass,
     PolicyLossSpec,
     PublishSpec,
     ReferenceServiceSpec,

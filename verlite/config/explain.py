@@ -5,8 +5,8 @@ import re
 from verlite.config.command import PPO, Command
 from verlite.config.keys import Key
 from verlite.config.problems import nearest
-from verlite.config.rules import conditions
-from verlite.config.rules.values import legal_names
+from verlite.config.rules import declared
+from verlite.config.rules.declared import legal_names
 from verlite.config.translation import lookup
 
 
@@ -91,7 +91,7 @@ def _leaf(name: str, command: Command) -> str:
     if facts.unused:
         lines.append(f"  Never used: {facts.unused}.")
     if key.conditions:
-        used = " and ".join(conditions.words(condition.text) for condition in key.conditions)
+        used = " and ".join(declared.words(condition.text) for condition in key.conditions)
         lines.append(f"  Used only {used}.")
     renamed = (*command.tables.renamed.items(), *command.tables.per_device.items())
     former = [old for old, new in renamed if new == name]

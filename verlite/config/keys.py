@@ -1,14 +1,77 @@
-"""The schema's keys as a flat table, read from the dataclasses and their fields."""
+"""Keys: how a schema declares one, and a schema's keys as a flat table.
 
+A key is a dataclass field. Its metadata has what its name and type do not say: default, help, legal
+values, and when it is used.
+"""
+
+import copy
 import dataclasses
-import functools
 import types
 import typing
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from verlite.config import schema
-from verlite.config.facts import Facts, facts_of
+Used = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Declarations of one key or section.
+
+    They are stored in the metadata of its dataclass field.
+    """
+
+    help: str
+    """What the key means. `verlite explain` prints it."""
+    choices: tuple[str, ...] = ()
+    """Legal names. Empty: any value of the type."""
+    own: str = ""
+    """Set if the user's own "package.module:name" is legal too: what the name stands for, function
+    or class.
+    """
+    bound: str = ""
+    """Legal numbers, such as ">= 1 or -1", "> 0 and <= 1" or "finite". null is legal where the type
+    allows it.
+    """
+    remedy: str = ""
+    """What to do about a number that is out of bounds."""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """What to add to the message about certain illegal names."""
+    used_when: Used = ()
+    """A condition, or several that must all hold for the key to have an effect. Their grammar is in
+    `verlite.config.rules.declared`.
+    """
+    unused: str = ""
+    """Why the key never has an effect in this section."""
+    note: str = ""
+    """What to add to the note about a key without effect."""
+
+
+def key(default: Any, help: str, **declared: Any) -> Any:
+    """Declare a configuration key as a dataclass field; `declared` are fields of Facts.
+
+    Lists and mappings as defaults are copied.
+    """
+    metadata = {"facts": Facts(help, **declared)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(
+    cls: Callable[..., Any], help: str, *, used_when: Used = (), note: str = "", **defaults: Any
+) -> Any:
+    """Declare a section of keys. `used_when` and `note`, as in Facts, apply to all of its keys
+    except `enable`.
+
+    Args:
+        cls: dataclass of the section.
+        help: what the section is about.
+        defaults: values that replace the defaults of `cls`.
+    """
+    facts = Facts(help, used_when=used_when, note=note)
+    return field(default_factory=lambda: cls(**defaults), metadata={"facts": facts})
 
 
 @dataclass(frozen=True)
@@ -42,22 +105,11 @@ class Key:
         return self.facts.help
 
 
-@functools.cache
-def keys() -> dict[str, Key]:
-    """Return every key of the schema, sections included, in the order of the schema."""
-    return table(schema.Config())
-
-
 def table(root: Any) -> dict[str, Key]:
     """Return every key of a schema, given as an instance of its dataclass."""
     found: dict[str, Key] = {}
     _collect(root, "", (), found)
     return found
-
-
-def leaves() -> list[str]:
-    """Return the names of all keys that have a value."""
-    return [name for name, key in keys().items() if not key.section]
 
 
 def get(config: Any, name: str) -> Any:
@@ -68,12 +120,8 @@ def get(config: Any, name: str) -> Any:
     return node
 
 
-def find(name: str, schema_keys: dict[str, Key] | None = None) -> Key | None:
-    """Return the key, or the free mapping that `name` is an entry of, or None.
-
-    `schema_keys` is another schema's table.
-    """
-    known = keys() if schema_keys is None else schema_keys
+def find(name: str, known: Mapping[str, Key]) -> Key | None:
+    """Return the key, or the free mapping that `name` is an entry of, or None."""
     if name in known:
         return known[name]
     parts = name.split(".")
@@ -84,37 +132,21 @@ def find(name: str, schema_keys: dict[str, Key] | None = None) -> Key | None:
     return None
 
 
-def owner(name: str) -> Key:
-    """Return the same as `find`. Raises KeyError if there is no such key."""
-    key = find(name)
-    if key is None:
-        raise KeyError(name)
-    return key
-
-
-def is_plain(name: str) -> bool:
-    """Return whether this is a key of the schema, which is never a secret.
-
-    Entries of free mappings may be.
-    """
-    return name in keys()
-
-
 def _collect(
     node: Any, prefix: str, inherited: tuple[Condition, ...], found: dict[str, Key]
 ) -> None:
     hints = typing.get_type_hints(type(node), include_extras=True)
-    for field in dataclasses.fields(node):
-        name = prefix + field.name
-        value = getattr(node, field.name)
-        facts = facts_of(field)
+    for declared in dataclasses.fields(node):
+        name = prefix + declared.name
+        value = getattr(node, declared.name)
+        facts = declared.metadata["facts"]
         own = _conditions(facts, prefix)
-        outer = () if field.name == "enable" else inherited
+        outer = () if declared.name == "enable" else inherited
         if dataclasses.is_dataclass(value):
             found[name] = Key(name, "section", None, facts, section=True)
             _collect(value, name + ".", outer + own, found)
             continue
-        text = type_name(hints[field.name])
+        text = type_name(hints[declared.name])
         found[name] = Key(
             name,
             text,
@@ -122,19 +154,16 @@ def _collect(
             facts,
             conditions=outer + own,
             free="mapping" in text,
-            any_type=typing.get_origin(hints[field.name]) is Annotated,
+            any_type=typing.get_origin(hints[declared.name]) is Annotated,
         )
 
 
 def _conditions(facts: Facts, prefix: str) -> tuple[Condition, ...]:
-    """Return the conditions of a field; its note belongs to the last one."""
-    texts = [_absolute(text, prefix) for text in facts.used_when]
+    """Return the conditions of a field, with a leading "." replaced by the section of its key. The
+    note belongs to the last one."""
+    used = (facts.used_when,) if isinstance(facts.used_when, str) else facts.used_when
+    texts = [prefix + text[1:] if text.startswith(".") else text for text in used]
     return tuple(Condition(text, facts.note if text == texts[-1] else "") for text in texts)
-
-
-def _absolute(condition: str, prefix: str) -> str:
-    """Return a condition with a leading "." replaced by the section of its key."""
-    return prefix + condition[1:] if condition.startswith(".") else condition
 
 
 def type_name(hint: Any) -> str:

@@ -19,8 +19,9 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
-from verlite.config import keys, translation, verl, verl_code
+from verlite.config import translation, verl_code
 from verlite.config.command import PPO, Command
+from verlite.config.keys import Key
 from verlite.config.problems import ConfigError, Note, Problem, nearest
 from verlite.config.schema import Config
 from verlite.config.sources import (
@@ -229,7 +230,7 @@ def dump(loaded: LoadedConfig[C]) -> str:
     values = OmegaConf.to_container(loaded.tree, resolve=True)
     lines = [
         "# Every value of this run. A comment gives the origin of a value that is not the default.",
-        *_dump(values, "", "", loaded.provenance, loaded.command.keys),
+        *_dump(values, "", "", loaded.provenance, loaded.command),
     ]
     return "\n".join(lines) + "\n"
 
@@ -431,7 +432,7 @@ class _Builder:
             return False
         if key.endswith("._target_") and assignment.origin not in TYPED:
             return True
-        return verl.is_default(key, assignment.value, self.command.verl_defaults())
+        return translation.is_default(key, assignment.value, self.command.verl_defaults())
 
     def _assign_fixed(self, assignment: Assignment, key: str) -> None:
         """Accept one of the legal values of a key that has no choice here."""
@@ -745,14 +746,13 @@ class _Builder:
                 )
 
     def _actor_devices(self) -> int:
-        from verlite.config import node_groups
-        from verlite.config.placement import Shape, parse, role_names
+        from verlite.config.placement import Shape, parse, read_groups, role_names
 
         nodes = max(1, self.tree.trainer.nnodes)
         shape = Shape(nodes, max(1, self.tree.trainer.n_gpus_per_node))
         try:
             cluster: Any = OmegaConf.to_container(self.tree.cluster, resolve=True)
-            groups = node_groups.read(cluster["node_groups"], nodes).nodes
+            groups = read_groups(cluster["node_groups"], nodes).nodes
             spec = cluster["component_placement"] or {"actor": "all"}
             own = {names: spec[names] for names in spec if "actor" in role_names(names)}
             return len(parse(own, replace(shape, groups=groups))["actor"])
@@ -803,7 +803,7 @@ class _Builder:
         section._set_item_impl(last, copy.deepcopy(defaults._get_node(last)))
 
 
-def _takes_null(known: keys.Key) -> bool:
+def _takes_null(known: Key) -> bool:
     return "null" in known.type or known.free or known.any_type
 
 
@@ -860,7 +860,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _as_list(value: Any, known: keys.Key) -> Any:
+def _as_list(value: Any, known: Key) -> Any:
     """Return a list with one item for text given to a key that takes a list."""
     is_literal = isinstance(value, str) and not value.startswith("${")
     return [value] if is_literal and known.type.startswith("list of") else value
@@ -905,17 +905,16 @@ def _kind(value: Any) -> str:
 
 
 def _dump(
-    node: Any, prefix: str, indent: str, provenance: dict[str, str], known: dict[str, keys.Key]
+    node: Any, prefix: str, indent: str, provenance: dict[str, str], command: Command
 ) -> Iterator[str]:
     for name, value in node.items():
         key = f"{prefix}{name}"
         written = yaml.safe_dump(str(name), width=10**6).splitlines()[0]
         if isinstance(value, dict) and value:
             yield f"{indent}{written}:"
-            yield from _dump(value, key + ".", indent + "  ", provenance, known)
+            yield from _dump(value, key + ".", indent + "  ", provenance, command)
             continue
-        owner = keys.find(key, known)
-        assert owner is not None
+        owner = command.owner(key)
         if owner.free and is_secret(key, value):
             value = "***"
         elif isinstance(value, str):

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verlite import machine, tables
-from verlite.config import node_groups
-from verlite.config.placement import Shape, draw, parse, ranges, role_names
+from verlite.config.placement import Shape, draw, parse, ranges, read_groups, role_names
 from verlite.config.schema import (
     ActorConfig,
     Config,
@@ -317,7 +316,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
 def _placement(config: Config, device: str) -> dict[str, Any]:
     """Return the fields about devices and roles."""
     trainer = config.trainer
-    groups = node_groups.read(config.cluster.node_groups, trainer.nnodes)
+    groups = read_groups(config.cluster.node_groups, trainer.nnodes)
     everywhere = placed(config)
     placement = {role: everywhere[role] for role in roles(config)}
     drawing = ""
@@ -792,7 +791,7 @@ def shape(config: Config) -> Shape:
         ValueError: cluster.node_groups has problems.
     """
     trainer = config.trainer
-    groups = node_groups.read(config.cluster.node_groups, trainer.nnodes)
+    groups = read_groups(config.cluster.node_groups, trainer.nnodes)
     engine = max(1, tensor_parallel(config))
     return Shape(trainer.nnodes, trainer.n_gpus_per_node, engine, groups.nodes)
 

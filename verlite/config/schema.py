@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Optional
 
 from omegaconf import MISSING
 
-from verlite.config.facts import key, section
+from verlite.config.keys import key, section
 from verlite.spec import catalog
 from verlite.spec.correction import PRESETS
 from verlite.spec.weight_routes import TRANSPORTS

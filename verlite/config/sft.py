@@ -13,13 +13,12 @@ from typing import Any, ClassVar, Optional, Union, cast
 from omegaconf import MISSING
 
 from verlite import hub, machine
-from verlite.config import load, translation, verl
+from verlite.config import load, translation
 from verlite.config.command import PPO, Command
-from verlite.config.facts import key, section
-from verlite.config.keys import Key
+from verlite.config.keys import Key, key, section
 from verlite.config.load import LoadedConfig
 from verlite.config.problems import Problem
-from verlite.config.rules import conditions, data, devices, errors, models, trainer, values
+from verlite.config.rules import data, declared, devices, errors, models, trainer
 from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig, RunConfig
 from verlite.config.translation import Tables
 
@@ -204,8 +203,8 @@ def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
 
     known: every key of the command.
     """
-    yield from values.names(config, known)
-    yield from values.numbers(config, known)
+    yield from declared.names(config, known)
+    yield from declared.numbers(config, known)
     yield from errors.violations(errors.OPTIMIZER, config.optim, section="optim.")
     yield from _check_processes(config)
     if config.trainer.device == "cuda" and not machine.visible_gpus():
@@ -267,10 +266,10 @@ def effects(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the user's keys without effect, with reasons, and no remarks."""
     reasons = {
-        name: f"used only {conditions.words(condition.text)}"
+        name: f"used only {declared.words(condition.text)}"
         for name in sorted(user_keys & known.keys())
         for condition in known[name].conditions
-        if conditions.compare(condition.text, config) is False
+        if declared.compare(condition.text, config) is False
     }
     by_count = "data.micro_batch_size_per_gpu limits a pass (data.use_dynamic_bsz=false)"
     if config.data.by_examples() and "data.max_token_len_per_gpu" in user_keys:
@@ -294,8 +293,8 @@ SFT: Command = Command(
     schema=SFTConfig,
     config_name="sft",
     tables=translation.read_sft(PPO.tables),
-    verl_defaults=partial(verl.defaults, verl.SFT_TABLE),
-    verl_files=verl.SFT_TRAINERS,
+    verl_defaults=partial(translation.defaults, translation.SFT_TABLE),
+    verl_files=translation.SFT_TRAINERS,
     rules=lambda config, user_keys: check(config, SFT.keys),
     effects=lambda config, user_keys, _: effects(config, user_keys, SFT.keys),
     paths=PATHS,

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verlite
-from verlite.config import keys
 from verlite.config.command import PPO, Command
 from verlite.config.problems import ConfigError, Problem
 from verlite.masking import display, is_secret
@@ -107,7 +106,7 @@ def _without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]
             continue
         key, _, value = "".join(words).partition("=")
         key = key.strip()
-        shown = display(key, value.strip(), keys.is_plain(key))
+        shown = display(key, value.strip(), key in PPO.keys)
         rule = "there are spaces around the = sign"
         problems.append(Problem(f"{key} = {shown}", None, rule, f"Write {key}={shown}"))
         position += len(words)

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from verlite.data.prompts import build_prompt
 from verlite.importing import CODE_ERRORS, OwnCodeError, find, text_of
-from verlite.spec.data import DataSpec
+from verlite.spec.roles import DataSpec
 
 COMPARED_ROWS = 16
 """Rows of a data set for verl whose own token ids are compared with those of their messages."""

@@ -14,7 +14,7 @@ from verlite.data.custom import own_rows
 from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, truncate
 from verlite.hub import HubError, local_file
 from verlite.importing import OwnCodeError
-from verlite.spec.data import DataSpec
+from verlite.spec.roles import DataSpec
 
 Message = dict[str, str]
 OPTIONAL_COLUMNS = ("ability", "extra_info")

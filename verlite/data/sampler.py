@@ -12,7 +12,7 @@ import numpy as np
 from verlite.data.custom import EpochsOfVerl, RowsOfVerl, call, verl_config
 from verlite.data.dataset import DataError, PromptDataset
 from verlite.importing import CODE_ERRORS, OwnCodeError, find, text_of
-from verlite.spec.data import DataSpec
+from verlite.spec.roles import DataSpec
 
 
 class PromptSampler:

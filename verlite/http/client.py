@@ -13,23 +13,70 @@ function that reads the answers:
         answer = await client.post({"query": texts}, read_scores)
 
 `verlite.http.batches` adds requests that several items share.
+
+A service may ask for a bearer token (RFC 6750). It comes from an environment variable or a file and
+never from the command line, which other users of the machine can read.
 """
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
 from verlite.files import one_line, parse_foreign_json
-from verlite.http.token import token_of_variable
 from verlite.masking import display
 from verlite.spec.roles import ServiceSpec
+
+
+class TokenError(ValueError):
+    """A token cannot be read or used. The message has the remedy and never the token."""
+
+
+def token_of_variable(name: str, key: str) -> str:
+    """Return the token in an environment variable. `key` is the setting that names the variable.
+
+    Raises:
+        TokenError: the variable is not set or its value is not a token.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        raise TokenError(
+            f"{key}={name}: this environment variable is not set in this process. Set it where "
+            "the process starts; ray_kwargs.ray_init.runtime_env.env_vars reaches all workers"
+        )
+    return _checked(value, f"{key}={name}: this environment variable")
+
+
+def token_of_file(path: str, key: str) -> str:
+    """Return the token in a file, without white space around it.
+
+    Raises:
+        TokenError: the file cannot be read or its text is not a token.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise TokenError(f"{key}={path}: the file cannot be read: {reason}") from None
+    return _checked(text, f"{key}={path}: the file")
+
+
+def _checked(text: str, where: str) -> str:
+    token = text.strip()
+    if not token:
+        raise TokenError(f"{where} has no token; write one, such as the output of openssl rand")
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise TokenError(f"{where} has characters that a token cannot have; use letters and digits")
+    return token
+
 
 # HTTP connections for many requests at once.
 #

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from verlite import hub
-from verlite.config import keys
+from verlite.config.command import PPO
 from verlite.config.load import Loaded, compose
 from verlite.config.plan import needs_critic
 from verlite.config.problems import ConfigError, Note, Problem
@@ -281,7 +281,7 @@ def _secrets(overrides: list[str]) -> Iterator[Problem]:
     """Secrets must not be in a file that others may read, or on a command line."""
     for assignment in from_command_line(overrides, None)[0]:
         key = assignment.key
-        shown = display(key, assignment.value, keys.is_plain(key))
+        shown = display(key, assignment.value, key in PPO.keys)
         if "***" in shown and "***" not in str(assignment.value):
             rule = "the script would contain this secret"
             remedy = f"Export it as a variable and write '{key}=${{oc.env:NAME}}'."

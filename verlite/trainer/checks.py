@@ -37,7 +37,7 @@ from verlite.envs.chat import TemplateError
 from verlite.envs.factory import build_env_factory, check_env_factory, encoder
 from verlite.envs.step import Step, ToolError
 from verlite.files import read_json
-from verlite.http.token import TokenError
+from verlite.http.client import TokenError
 from verlite.rewards import environment as environment_reward
 from verlite.rewards.process import FunctionError
 from verlite.rewards.scorer import Scorer

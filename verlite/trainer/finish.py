@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verlite.algorithms.staleness import age_metrics
+from verlite.algorithms.gap import age_metrics
 from verlite.control import events
 from verlite.controller.worker_group import group
 from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes

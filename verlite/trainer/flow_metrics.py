@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verlite.algorithms.staleness import length_distance
+from verlite.algorithms.gap import length_distance
 from verlite.protocol.metrics import Metrics
 from verlite.rollout.types import Load
 

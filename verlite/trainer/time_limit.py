@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from verlite.config.durations import duration_s
+from verlite.config.rules.declared import duration_s
 from verlite.control.limits import EARLIER_STEPS
 from verlite.controller.supervisor_file import STARTED
 from verlite.trainer.tracking import METRICS, read_lines

@@ -14,13 +14,13 @@ from verlite.config.rules import (
     algorithm,
     code,
     data,
+    declared,
     devices,
     errors,
     models,
     trainer,
-    values,
 )
-from verlite.config.rules.context import Context
+from verlite.config.rules.context import KEYS, Context
 from verlite.config.schema import Config
 
 RULES = (
@@ -82,7 +82,7 @@ def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -
         user_keys: keys that the user set.
         files: also check files and folders.
     """
-    problems = [*values.names(config), *values.numbers(config)]
+    problems = [*declared.names(config, KEYS), *declared.numbers(config, KEYS)]
     context = Context(config, user_keys, {problem.key for problem in problems})
     rules = (*RULES, *FILE_RULES) if files else RULES
     for rule in rules:

@@ -7,7 +7,7 @@ from pathlib import Path
 from verlite.config import keys
 from verlite.config.plan import scores_remotely
 from verlite.config.problems import Problem
-from verlite.config.rules.context import Context
+from verlite.config.rules.context import KEYS, Context
 from verlite.config.schema import Config
 from verlite.importing import module_file, module_path
 
@@ -79,7 +79,7 @@ def _file_with(
 
 def own_functions(context: Context) -> Iterator[Problem]:
     """The user's own functions and classes exist."""
-    for key in keys.keys().values():
+    for key in KEYS.values():
         if not key.facts.own or not context.ok(key.name):
             continue
         value = keys.get(context.config, key.name)

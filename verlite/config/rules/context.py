@@ -4,8 +4,12 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from verlite.config import plan
+from verlite.config.keys import table
 from verlite.config.schema import Config
 from verlite.spec import catalog, correction
+
+KEYS = table(Config())
+"""Every key of main_ppo, sections included."""
 
 
 class Context:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from verlite import machine
-from verlite.config import node_groups, plan
+from verlite.config import plan
 from verlite.config.keys import get
-from verlite.config.placement import parse, ranges, role_names
+from verlite.config.placement import parse, ranges, read_groups, role_names
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
 from verlite.spec import catalog
@@ -30,7 +30,7 @@ def groups(context: Context) -> Iterator[Problem]:
     if not context.ok(*COUNTS):
         return
     try:
-        node_groups.read(config.cluster.node_groups, config.trainer.nnodes)
+        read_groups(config.cluster.node_groups, config.trainer.nnodes)
     except ValueError as error:
         remedy = f"trainer.nnodes={config.trainer.nnodes}. docs/cluster.md describes the keys."
         for line in str(error).splitlines():

@@ -1,6 +1,6 @@
 """Notes of `verlite check` and of a run's start on legal settings that are rarely meant.
 
-Notes on keys without effect come from their fields' `used_when` (`conditions`).
+Notes on keys without effect come from their fields' `used_when` (`declared`).
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from verlite import tables
 from verlite.config import keys, placement, plan
-from verlite.config.rules.conditions import why_unused
-from verlite.config.rules.context import Context
+from verlite.config.rules.context import KEYS, Context
+from verlite.config.rules.declared import why_unused
 from verlite.hub import HubError, local_file
 from verlite.importing import VERL_VARIABLE
 from verlite.masking import display
@@ -214,7 +214,7 @@ def far_values(c: Context) -> Iterator[str]:
 def _typed_text(c: Context) -> Iterator[str]:
     """Yield values with quotes around them, or with variables that a shell did not expand."""
     for name in sorted(c.user_keys):
-        key = keys.find(name)
+        key = keys.find(name, KEYS)
         if key is None or key.section or key.free and name == key.name:
             continue
         try:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import debug, plan
-from verlite.config.durations import duration_s
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
+from verlite.config.rules.declared import duration_s
 from verlite.spec.catalog import TRACKERS
 
 ADDRESS = "ray_kwargs.ray_init.address"

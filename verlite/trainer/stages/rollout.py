@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from verlite.algorithms.advantages import overlong_penalty, rows_with_signal, shape_scores
 from verlite.algorithms.masked import masked_mean
-from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
 from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.ragged import clear_rows
 from verlite.rewards.result import BadReturn

@@ -1,20 +1,27 @@
-"""When a key has an effect: the conditions of `used_when` on the schema's fields.
+"""What the schema's fields declare: legal names, bounds, and when a key has an effect.
+
+A bound is such as ">= 1 or -1", "> 0 and <= 1" or "finite". `used_when` has conditions:
 
 KEY=VALUE, KEY!=VALUE, KEY>NUMBER   the value of another key
 estimator reads FIELD               the advantage estimator reads this input
 loss reads FIELD                    the policy loss reads this setting
 any other text                      an entry of PREDICATES
 
-A leading "." in KEY stands for the section of the declared key.
+A leading "." in KEY stands for the section of the declared key. Durations are text: 14400, 90m, 4h,
+2d, 03:50:00, 2-12:00:00.
 """
 
+import difflib
+import math
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from verlite.config import keys, plan
-from verlite.config.keys import get
-from verlite.config.rules.context import Context
+from verlite.config import plan
+from verlite.config.keys import Key, find, get
+from verlite.config.problems import Problem
+from verlite.config.rules.context import KEYS, Context
 from verlite.config.schema import (
     CRITIC,
     GIVEN_VALIDATION,
@@ -29,6 +36,81 @@ from verlite.config.schema import (
     VLLM,
 )
 from verlite.spec import catalog
+
+OWN_NAME = re.compile(r"[\w.]+:\w+")
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    ">": operator.gt,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+
+
+def names(config: Any, known: Mapping[str, Key]) -> Iterator[Problem]:
+    """Report values that are not among the legal names of their key."""
+    for key in known.values():
+        if key.facts.choices:
+            for item in _items(get(config, key.name)):
+                # A number may stand in place of a name; its bound is checked below.
+                if isinstance(item, str) and not _is_legal(key, item):
+                    yield _unknown_name(key, item)
+
+
+def numbers(config: Any, known: Mapping[str, Key]) -> Iterator[Problem]:
+    """Report numbers out of the bounds of their key."""
+    for key in known.values():
+        if key.facts.bound:
+            value = get(config, key.name)
+            for item in _items(value):
+                if not isinstance(item, str) and not within(item, key.facts.bound):
+                    yield Problem(key.name, value, f"must be {key.facts.bound}", key.facts.remedy)
+
+
+def within(value: float, bound: str) -> bool:
+    """Return whether a number satisfies a bound such as ">= 1 or -1" or "finite"."""
+    if not math.isfinite(value):
+        return False
+    if bound == "finite":
+        return True
+    return any(
+        all(_satisfies(value, part.split()) for part in alternative.split(" and "))
+        for alternative in bound.split(" or ")
+    )
+
+
+def _satisfies(value: float, part: list[str]) -> bool:
+    if len(part) == 1:
+        return value == float(part[0])
+    return _OPERATORS[part[0]](value, float(part[1]))
+
+
+def _items(value: Any) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if item is not None]
+
+
+def _is_legal(key: Key, item: str) -> bool:
+    own = bool(key.facts.own) and OWN_NAME.fullmatch(item) is not None
+    return item in key.facts.choices or own
+
+
+def _unknown_name(key: Key, item: str) -> Problem:
+    facts = key.facts
+    remedy = f"Legal: {legal_names(key)}."
+    close = difflib.get_close_matches(item.lower(), facts.choices, n=1, cutoff=0.5)
+    if close and item not in facts.hints:
+        remedy = f"Did you mean {close[0]}? {remedy}"
+    if item in facts.hints:
+        remedy = f"{remedy} {facts.hints[item]}"
+    return Problem(key.name, item, "is not a legal name", remedy)
+
+
+def legal_names(key: Key) -> str:
+    """Return the legal names of a key in words."""
+    names = ", ".join(key.facts.choices)
+    return f"{names}, or your own package.module:{key.facts.own}" if key.facts.own else names
+
 
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -173,7 +255,7 @@ def why_unused(name: str, c: Context) -> str | None:
     """Return why a key has no effect in a configuration, or None if it has one."""
     if name.startswith(ENGINE_KWARGS):
         return _why_engine_is_unused(name.removeprefix(ENGINE_KWARGS), c.engine)
-    key = keys.find(name)
+    key = find(name, KEYS)
     if key is None or key.section:
         return None
     if key.facts.unused:
@@ -191,3 +273,25 @@ def _why_engine_is_unused(entry: str, engine: str) -> str | None:
     if wanted == "sglang":
         return "SGLang is not supported"
     return f"the rollout engine is {engine}" if dot and wanted != engine else None
+
+
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+NUMBER = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
+CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
+"""Slurm's form, days-hours:minutes:seconds."""
+
+
+def duration_s(text: str) -> float:
+    """Return a duration in seconds. Raises ValueError."""
+    number = NUMBER.fullmatch(text)
+    if number:
+        seconds = float(number[1]) * UNITS[number[2]]
+    else:
+        clock = CLOCK.fullmatch(text)
+        if clock is None:
+            raise ValueError("is not a duration such as 14400, 90m, 4h or 2-12:00:00")
+        days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
+        seconds = float(days * 86400 + hours * 3600 + minutes * 60 + rest)
+    if seconds <= 0:
+        raise ValueError("must be longer than 0 s")
+    return seconds
