@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 from tests.report.test_samples import SEARCHED
 from tests.trainer.runs import driver_state
 from verlite.cli import app
-from verlite.controller import stop
 from verlite.terminal import CleanStream, Countdown, clean, console
-from verlite.trainer import checkpoints
+from verlite.trainer import checkpoints, stop
 from verlite.trainer.display import Display
-from verlite.trainer.ending import print_error
 from verlite.trainer.errors import RunRefused
+from verlite.trainer.stop import print_error
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31m\x9b1m\x9d0;a\x9c\u202eabc\u2066\u200f\r\x08"
 EVIL += "[x][/x][bold]:warning:"

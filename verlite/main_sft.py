@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from verlite.config.command import Command
 from verlite.config.load import main_argv
 from verlite.config.sft import SFT
-from verlite.controller.stop import Stop
 from verlite.trainer import command
+from verlite.trainer.stop import Stop
 
 if TYPE_CHECKING:
     from verlite.config.load import LoadedConfig

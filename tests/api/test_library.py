@@ -19,11 +19,10 @@ from verlite.api.own_code import ENV_VARS, with_own_code
 from verlite.api.result import Result
 from verlite.config.compile import env_spec
 from verlite.controller.failures import RayLost
-from verlite.controller.stop import Stop
 from verlite.envs.factory import EnvFactory, build_env_factory
-from verlite.trainer.ending import begin, end_at_once, report
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.opening import lock_run_dir
+from verlite.trainer.stop import Stop
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -282,9 +281,9 @@ def test_embedded_run_never_ends_the_process(tmp_path, capsys):
     stop = Stop(embedded=True)
     before = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
     with stop:
-        begin(stop, tmp_path)
+        stop.begin(tmp_path)
         assert signal.set_wakeup_fd(-1) == -1
-        assert report(stop, tmp_path, RunRefused("no")) == 2
+        assert stop.report(RunRefused("no")) == 2
         assert capsys.readouterr().err == ""
         assert json.loads((tmp_path / "error.json").read_text())["message"] == "no"
     assert (signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(before[1])) == before
@@ -300,9 +299,9 @@ def test_every_interrupt_of_an_embedded_run_raises():
 
 def test_lost_ray_is_raised_in_the_main_thread_of_an_embedded_run(tmp_path):
     with Stop(embedded=True) as stop:
-        begin(stop, tmp_path)
+        stop.begin(tmp_path)
         error = RayLost("the raylet has ended")
-        thread = threading.Thread(target=end_at_once, args=(stop, tmp_path, error))
+        thread = threading.Thread(target=stop.end_at_once, args=(error,))
         with pytest.raises(RayLost):
             thread.start()
             thread.join()

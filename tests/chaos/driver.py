@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from verlite.controller.stop import Stop
+from verlite.trainer.stop import Stop
 
 CHECKING, STARTING_RAY = "checking", "starting Ray"
 """Phases before the display exists. The others have the names that the display shows."""

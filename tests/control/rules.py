@@ -20,8 +20,10 @@ from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from verlite.control import events as e
+from verlite.control import commands as c
+from verlite.control.commands import Do
 from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, LOST, REFUSED, STOPPED
+from verlite.control.machine import Outage
 from verlite.control.policy import Policy
 from verlite.control.restarts import Again, Attempt, Leave
 
@@ -35,6 +37,10 @@ RESAMPLES, SHORTEST_S, HEALTH_S = 3, 0.001, 2.0
 SLACK_S = 2.5
 """Of a simulated clock: ticks of the watching thread."""
 CAN_GIVE_UP = ("sample", "validate", "restart")
+
+
+Values = tuple[Any, ...]
+Kinds = set[Any]
 
 
 class Broken(Exception):
@@ -63,7 +69,7 @@ class Rules:
         self.samples_fail: bool | None = None
         """Whether the first engine that died in this step failed itself."""
         self.first_failed = 0.0
-        self.outage: tuple[e.Outage, float] | None = None
+        self.outage: tuple[Outage, float] | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -107,11 +113,11 @@ class Rules:
         if self.counted == 2:
             self.second_at = now
 
-    def look(self, event: e.Event, commands: list[Any]) -> None:
+    def look(self, event: str, values: Values, commands: list[Any]) -> None:
         """Compare what the machine said with what it should say."""
-        kinds = {type(command) for command in commands}
+        kinds = {one if isinstance(one, Do) else type(one) for one in commands}
         now = self.world.now
-        if e.WallTimeOver in kinds:
+        if c.WallTimeOver in kinds:
             self.check(
                 self.left() < self.needed(event), "wall time: stopped although there is time"
             )
@@ -119,19 +125,19 @@ class Rules:
             if self.asked is None:
                 self.asked, self.idle_since = "time", now
         elif self.policy.deadline and self.asked is None and self.code is None:
-            looks = isinstance(event, e.Polled | e.UpdateBegins) or e.BeginStep in kinds
-            if looks and self.begun | (e.BeginStep in kinds) | (self.where != "open"):
+            looks = event in ("polled", "update_begins") or c.BeginStep in kinds
+            if looks and self.begun | (c.BeginStep in kinds) | (self.where != "open"):
                 in_time = self.left() >= self.needed(event)
-                self.check(in_time or not self.policy.gives_up and e.BeginStep not in kinds,
+                self.check(in_time or not self.policy.gives_up and c.BeginStep not in kinds,
                            "wall time: it is ignored")  # fmt: skip
-        if e.GiveUp in kinds:
+        if Do.GIVE_UP in kinds:
             self.check(self.asked is not None, "update: given up although nothing was asked")
-            in_time = self.where in CAN_GIVE_UP or isinstance(event, e.EnginesDied)
+            in_time = self.where in CAN_GIVE_UP or event == "engines_died"
             self.check(in_time and self.policy.gives_up, "update: something was given up half-way")
-        by = getattr(self, "_" + type(event).__name__, None)
+        by = getattr(self, f"_{event}", None)
         if by is not None:
-            by(event, commands, kinds)
-        if e.EndProcess in kinds:
+            by(values, commands, kinds)
+        if c.EndProcess in kinds:
             self._end_process(commands)
 
     # Wall time
@@ -140,53 +146,53 @@ class Rules:
         assert self.policy.deadline is not None
         return self.policy.deadline - self.world.now
 
-    def needed(self, event: e.Event) -> float:
-        step = SLOWER * self.world.step_s if isinstance(event, e.StepWanted) else 0.0
+    def needed(self, event: str) -> float:
+        step = SLOWER * self.world.step_s if event == "step_wanted" else 0.0
         return step + SLOWER * (self.world.save_s or UNKNOWN_SAVE_S) + CLEAN_S
 
     # Events of the loop
 
-    def _Started(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _started(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         wanted = self.policy.validates_first and (not self.start or self.policy.val_only)
-        self.check((e.Validate in kinds) == wanted, "step: the first validation")
+        self.check((Do.VALIDATE in kinds) == wanted, "step: the first validation")
 
-    def _StepWanted(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _step_wanted(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         self.begun = True
         self.restarts = self.resamples = 0
         self.samples_fail = None
         goes_on = self.finished < self.policy.total_steps and self.asked is None
         goes_on = goes_on and not self.policy.val_only
-        self.check((e.BeginStep in kinds) == goes_on, "step: the loop goes on or ends wrongly")
+        self.check((c.BeginStep in kinds) == goes_on, "step: the loop goes on or ends wrongly")
         if goes_on:
-            step = next(c.step for c in commands if isinstance(c, e.BeginStep))
+            step = next(one.step for one in commands if isinstance(one, c.BeginStep))
             self.check(step == self.finished + 1, "step: one is skipped or repeated")
 
-    def _UpdateBegins(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _update_begins(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         if self.where == "sample":
             asked = self.asked is not None
-            self.check((e.GiveUp in kinds) == asked, "stop: an update begins after the request")
+            self.check((Do.GIVE_UP in kinds) == asked, "stop: an update begins after the request")
 
-    def _Polled(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _polled(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         if self.stops and self.unsaved and self.where in CAN_GIVE_UP:
-            self.check(e.GiveUp in kinds, "stop: it waits for what could be given up")
+            self.check(Do.GIVE_UP in kinds, "stop: it waits for what could be given up")
 
-    def _StepFinished(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _step_finished(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         self.finished += 1
 
-    def _StepMeasured(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _step_measured(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         validates = self.due(self.policy.test_freq) and not self.stops
-        self.check((e.Validate in kinds) == validates, "step: a validation is due, or is not")
+        self.check((Do.VALIDATE in kinds) == validates, "step: a validation is due, or is not")
         if not validates:
-            self._Validated(event, commands, kinds)
+            self._validated(values, commands, kinds)
 
-    def _Validated(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _validated(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         saves = self.due(self.policy.save_freq) or self.stops
-        self.check((e.Save in kinds) == saves, "save: a save is due, or is not")
+        self.check((Do.SAVE in kinds) == saves, "save: a save is due, or is not")
 
-    def _Saved(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _saved(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         self.failed = 0
 
-    def _SaveFailed(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _save_failed(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         if not self.failed:
             self.first_failed = self.world.now
         self.failed += 1
@@ -194,55 +200,55 @@ class Rules:
         late = self.world.now - self.first_failed >= FAILED_SAVES_S or limit == 1 or last
         ends = (self.failed >= limit and late) or self.loop_ended
         self.check(
-            (e.Fail in kinds) == ends, "save: failed saves end the run too early or too late"
+            (c.Fail in kinds) == ends, "save: failed saves end the run too early or too late"
         )
 
-    def _LoopEnds(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _loop_ends(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         self.loop_ended = True
         policy = self.policy
         if (self.finished < policy.total_steps and not policy.val_only) or self.stops:
-            expected: Any = e.Save() if self.finished > self.world.saved else e.Exit(STOPPED)
+            expected: Any = Do.SAVE if self.finished > self.world.saved else c.Exit(STOPPED)
         else:
             exports = policy.exports and self.finished and not policy.val_only
-            expected = e.Export() if exports else e.Exit(DONE)
+            expected = Do.EXPORT if exports else c.Exit(DONE)
         self.check(commands[-1] == expected, f"save: {commands[-1]} at the end, not {expected}")
 
     # Engines and services
 
-    def _EnginesDied(self, event: e.EnginesDied, commands: list[Any], kinds: set[type]) -> None:
+    def _engines_died(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         if self.samples_fail is None:
-            self.samples_fail = event.fails_on_samples
+            self.samples_fail = values[3]
         if self.stops and self.unsaved:
-            self.check(e.GiveUp in kinds, "stop: it waits for an engine that nothing needs")
-        elif e.GiveUp not in kinds and e.Interrupt not in kinds:
-            may = self.restarts + event.count <= self.policy.max_restarts
-            self.check((e.Restart in kinds) == may, "engines: restarts are not bounded")
+            self.check(Do.GIVE_UP in kinds, "stop: it waits for an engine that nothing needs")
+        elif Do.GIVE_UP not in kinds and Do.INTERRUPT not in kinds:
+            may = self.restarts + values[0] <= self.policy.max_restarts
+            self.check((Do.RESTART in kinds) == may, "engines: restarts are not bounded")
             if may:
-                self.restarts += event.count
+                self.restarts += values[0]
             else:
-                self._RestartFailed(event, commands, kinds)
+                self._restart_failed(values, commands, kinds)
 
-    def _RestartFailed(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
-        self.check(e.Fail in kinds, "engines: one that cannot be started is waited for")
+    def _restart_failed(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
+        self.check(c.Fail in kinds, "engines: one that cannot be started is waited for")
         may_pass = not (self.samples_fail and self.restarts)
         self.check(commands[-1].may_pass == may_pass, "code: whether the same samples fail again")
 
-    def _Answered(self, event: e.Answered, commands: list[Any], kinds: set[type]) -> None:
-        waits = event.outage is not None and self.resamples < RESAMPLES
-        self.check((e.CheckHealth in kinds) == waits, "outage: it is waited for, or is not")
-        if event.outage is None or not waits:
+    def _answered(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
+        waits = values[0] is not None and self.resamples < RESAMPLES
+        self.check((c.CheckHealth in kinds) == waits, "outage: it is waited for, or is not")
+        if values[0] is None or not waits:
             self.resamples = 0
         else:
-            self.outage = (event.outage, self.world.now)
+            self.outage = (values[0], self.world.now)
 
-    def _Health(self, event: e.Health, commands: list[Any], kinds: set[type]) -> None:
+    def _health(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         assert self.outage is not None
         outage, began = self.outage
         left = outage.limit_s - (self.world.now - began)
-        self.check((e.Resample in kinds) == (not event.is_broken), "outage: it has ended")
-        if event.is_broken:
+        self.check((Do.RESAMPLE in kinds) == (not values[0]), "outage: it has ended")
+        if values[0]:
             waits = left >= SHORTEST_S
-            self.check((e.CheckHealth in kinds) == waits, "outage: it is waited for too long")
+            self.check((c.CheckHealth in kinds) == waits, "outage: it is waited for too long")
             after_s = commands[-1].after_s if waits else SHORTEST_S
             good = SHORTEST_S <= after_s <= min(HEALTH_S, max(left, SHORTEST_S)) + 1e-9
             self.check(good, f"outage: a wait of {after_s} s")
@@ -253,23 +259,23 @@ class Rules:
 
     # Stops
 
-    def _Asked(self, event: e.Asked, commands: list[Any], kinds: set[type]) -> None:
+    def _asked(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         if self.asked is not None or self.code is not None:
             self.check(not commands, "code: a later request changes something")
             return
-        self.asked = event.name
-        interrupts = event.name == "SIGINT" or not self.unsaved
+        self.asked = values[0]
+        interrupts = values[0] == "SIGINT" or not self.unsaved
         rule = (
             "save: a finished step is thrown away" if not interrupts else "stop: nothing is unsaved"
         )
-        self.check((e.Interrupt in kinds) == interrupts, rule)
+        self.check((Do.INTERRUPT in kinds) == interrupts, rule)
 
-    def _Signal(self, event: e.Signal, commands: list[Any], kinds: set[type]) -> None:
-        self._Watched(event, commands, kinds)
+    def _signal(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
+        self._watched(values, commands, kinds)
 
-    def _Watched(self, event: e.Event, commands: list[Any], kinds: set[type]) -> None:
+    def _watched(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         now = self.world.now
-        if self.code is not None or e.EndProcess in kinds:
+        if self.code is not None or c.EndProcess in kinds:
             return
         saves = self.unsaved and (self.first_signal != "SIGINT" or self.asked == "time")
         if saves:
@@ -302,10 +308,10 @@ class Rules:
         first = self.asked or self.first_signal
         return INTERRUPTED if first in ("SIGINT", None) else STOPPED
 
-    def _Ended(self, event: e.Ended, commands: list[Any], kinds: set[type]) -> None:
+    def _ended(self, values: Values, commands: list[Any], kinds: Kinds) -> None:
         if self.code is None:
-            self.code = self.stop_code if event.code is None else event.code
-            self.leaves_at = self.world.now + (END_S if event.code is None else LEAVE_S)
+            self.code = self.stop_code if values[0] is None else values[0]
+            self.leaves_at = self.world.now + (END_S if values[0] is None else LEAVE_S)
 
     def ended(self, code: int) -> None:
         """The process has ended."""

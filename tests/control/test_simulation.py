@@ -55,20 +55,21 @@ def test_a_rest_of_a_wait_that_is_a_rounding_error_ends_it():
         one = Schedule(0, outage_wait_s=outage_wait_s, faults=(Fault("outage", 0.1, 900.0),))
         world = World(one)
         with pytest.MonkeyPatch.context() as patch:
-            handle = Machine.handle
+            for name in ("answered", "health"):
+                event = getattr(Machine, name)
 
-            def seen(machine, event, now, handle=handle):
-                commands = handle(machine, event, now)
-                waits.extend(c.after_s for c in commands if hasattr(c, "after_s"))
-                return commands
+                def seen(machine, now, *values, event=event):
+                    commands = event(machine, now, *values)
+                    waits.extend(c.after_s for c in commands if hasattr(c, "after_s"))
+                    return commands
 
-            patch.setattr(Machine, "handle", seen)
+                patch.setattr(Machine, name, seen)
             world.run()
     assert len(waits) > 40 and all(wait == 0.0 or wait >= 0.001 for wait in waits)
 
 
 def test_rules_see_a_machine_that_says_nothing(monkeypatch):
-    monkeypatch.setattr(Machine, "_asked", lambda *_: [])
+    monkeypatch.setattr(Machine, "asked", lambda *_: [])
     one = Schedule(0, faults=(Fault("signal", 2.0, name="SIGTERM"),))
     with pytest.raises(Broken, match="stop: nothing is unsaved"):
         World(one).run()

@@ -14,9 +14,10 @@ from typing import Any
 
 from tests.control.rules import Broken, RestartRules, Rules
 from tests.control.schedule import Fault, Schedule
-from verlite.control import events as e
+from verlite.control import commands as c
 from verlite.control import exit_codes, limits
-from verlite.control.machine import Machine
+from verlite.control.commands import Do
+from verlite.control.machine import Machine, Outage
 from verlite.control.policy import Policy
 from verlite.control.restarts import Attempt, Leave, Restarts
 
@@ -168,29 +169,27 @@ class Process:
 
     # The shell
 
-    def tell(self, event: e.Event) -> Any:
-        """As `Stop.tell` and `Run.obey`."""
+    def tell(self, event: str, *values: Any) -> Any:
+        """As `Stop.tell` and `Run.obey`. event: name of a method of the machine."""
         self.world.events += 1
         if self.world.events > MAX_EVENTS:
             raise Broken("end: a wait, restart or repetition has no end")
-        commands = self.machine.handle(event, self.world.now)
-        self.rules.look(event, commands)
+        commands = getattr(self.machine, event)(self.world.now, *values)
+        self.rules.look(event, values, commands)
         if self.machine.patience.waits and self.ticks == inf:
             self.ticks = self.world.now + TICK_S
         following = None
         for command in commands:
             match command:
-                case e.Interrupt():
+                case Do.INTERRUPT:
                     raise Interrupted
-                case e.GiveUp():
+                case Do.GIVE_UP:
                     raise StepAborted
-                case e.EndProcess(code):
+                case c.EndProcess(code):
                     raise ProcessEnded(code)
-                case e.WallTimeOver():
+                case c.WallTimeOver():
                     self.wall_time_over = True
-                case e.Say() | e.Warn() | e.NotSaved() | e.SaveLimited():
-                    pass
-                case e.EndEngines() | e.Decided():
+                case c.Say() | c.Warn() | c.SayNow() | Do.END_ENGINES | Do.DECIDED:
                     pass
                 case _:
                     following = command
@@ -212,14 +211,14 @@ class Process:
                 continue
             if world.now >= self.ticks:
                 self.ticks = world.now + TICK_S
-                self.tell(e.Watched())
+                self.tell("watched")
             if world.now >= poll:
                 poll = world.now + stride
-                self.tell(e.Polled())
+                self.tell("polled")
             if world.now >= end or (engines and self.deaths):
                 break
         while self.late:
-            self.tell(e.Asked(self.late.pop(0)))
+            self.tell("asked", self.late.pop(0))
 
     def happens(self, fault: Fault) -> None:
         name = fault.name
@@ -239,14 +238,14 @@ class Process:
         elif fault.kind != "signal":
             return
         self.rules.signal(name)
-        order = [e.Signal(name), e.Asked(name)]
+        order = ["signal", "asked"]
         if fault.in_c:
             self.late.append(name)
             order.pop()
         elif self.world.draw.random() < 0.5:
             order.reverse()
         for event in order:
-            self.tell(event)
+            self.tell(event, name)
 
     def dies(self, silently: bool = False) -> None:
         if silently and self.has_folder:
@@ -269,21 +268,21 @@ class Process:
         """As trainer.recovery."""
         while True:
             fails, self.samples_fail = self.samples_fail, False
-            following = self.tell(e.EnginesDied(died.count, "engine", "killed", fails))
+            following = self.tell("engines_died", died.count, "engine", "killed", fails)
             self.raise_if_fails(following)
             try:
                 with self.rules.phase("restart"):
                     self.call(self.schedule.sync_s)
                 if self.world.is_in("broken"):
-                    self.raise_if_fails(self.tell(e.RestartFailed("no device")))
+                    self.raise_if_fails(self.tell("restart_failed", "no device"))
                     raise Broken("engines: an engine that could not be started is used")
                 break
             except EnginesGone as again:
                 died = again
-        self.tell(e.EnginesRestarted())
+        self.tell("engines_restarted")
 
     def raise_if_fails(self, following: Any) -> None:
-        if isinstance(following, e.Fail):
+        if isinstance(following, c.Fail):
             code = exit_codes.LOST if following.may_pass else exit_codes.FAILED
             raise Failed(code, following.reason)
 
@@ -302,7 +301,7 @@ class Process:
                 self.restart(died)
                 with self.rules.phase("resync"):
                     self.give_weights()
-                self.tell(e.WeightsGiven())
+                self.tell("weights_given")
 
     def generate(self, seconds: float) -> None:
         """As trainer.outage."""
@@ -311,19 +310,19 @@ class Process:
             self.call_engines(seconds)
             outage = None
             if world.is_in("outage"):
-                outage = e.Outage("tools", "tools", 1, 1, "gone", s.outage_wait_s)
-            following = self.tell(e.Answered(outage))
-            while isinstance(following, e.CheckHealth):
+                outage = Outage("tools", "1 of 1 samples lost their tools (gone)", s.outage_wait_s)
+            following = self.tell("answered", outage)
+            while isinstance(following, c.CheckHealth):
                 self.take(following.after_s)
                 self.call_engines(s.health_s)
-                following = self.tell(e.Health(world.is_in("outage", but="flaky")))
-            if not isinstance(following, e.Resample):
+                following = self.tell("health", world.is_in("outage", but="flaky"))
+            if following is not Do.RESAMPLE:
                 return
 
     def steps(self) -> Iterator[int]:
-        while isinstance(command := self.tell(e.StepWanted()), e.BeginStep):
+        while isinstance(command := self.tell("step_wanted"), c.BeginStep):
             if self.elsewhere and not self.schedule.gives_up:
-                self.tell(e.StoppedElsewhere())
+                self.tell("stopped_elsewhere")
                 return
             self.step = command.step
             yield self.step
@@ -333,7 +332,7 @@ class Process:
         if s.gives_up:
             with rules.phase("start"):
                 self.give_weights()
-                if self.tell(e.Started()) == e.Validate():
+                if self.tell("started") is Do.VALIDATE:
                     self.generate(s.test_s)
         for _ in self.steps():
             began = self.world.now
@@ -341,17 +340,17 @@ class Process:
                 if s.gives_up:
                     self.generate(s.sample_s)
                     self.take(self.varied(s.update_s / 2), polls=True)
-                    self.tell(e.UpdateBegins())
+                    self.tell("update_begins")
             with rules.phase("update"):
                 self.take(self.varied(s.update_s), polls=s.gives_up)
                 if self.world.crashes and self.step == s.crash_step:
                     self.world.crashes -= 1
                     self.dies()
                 if s.gives_up:
-                    self.tell(e.UpdateBegins())
+                    self.tell("update_begins")
                     with suppress(StepAborted):
                         self.give_weights()
-                self.tell(e.StepFinished())
+                self.tell("step_finished")
             self.finish(self.world.now - began)
 
     def finish(self, step_s: float) -> None:
@@ -359,8 +358,8 @@ class Process:
         s, rules = self.schedule, self.rules
         with rules.phase("finish"):
             self.take(0.1, polls=s.gives_up)
-            following = self.tell(e.StepMeasured())
-        if following == e.Validate():
+            following = self.tell("step_measured")
+        if following is Do.VALIDATE:
             began = self.world.now
             try:
                 with rules.phase("validate" if s.gives_up else "update"):
@@ -371,14 +370,14 @@ class Process:
             except StepAborted:
                 pass
             step_s += 0.0 if s.gives_up else self.world.now - began
-            following = self.tell(e.Validated())
+            following = self.tell("validated")
         save_s = 0.0
-        if following == e.Save():
+        if following is Do.SAVE:
             save_s = self.save()[1]
         with rules.phase("finish"):
             self.world.step_s = max(self.world.step_s, step_s)
             self.world.save_s = max(self.world.save_s, save_s)
-            self.tell(e.StepEnds(step_s, save_s))
+            self.tell("step_ends", step_s, save_s)
             self.logged = self.step
             self.take(0.05)
 
@@ -388,25 +387,25 @@ class Process:
         with self.rules.phase("save"):
             self.take(self.varied(self.schedule.save_s), polls=self.schedule.gives_up)
             if self.world.is_in("full"):
-                following = self.tell(e.SaveFailed("full."))
-                if isinstance(following, e.Fail):
+                following = self.tell("save_failed", "full.")
+                if isinstance(following, c.Fail):
                     raise Failed(1, following.reason or "full")
             else:
                 self.world.saved = self.step
-                following = self.tell(e.Saved())
+                following = self.tell("saved")
         return following, self.world.now - began
 
     def finalize(self) -> int:
         """As trainer.saving."""
-        following = self.tell(e.LoopEnds())
-        if following == e.Save():
+        following = self.tell("loop_ends")
+        if following is Do.SAVE:
             following = self.save()[0]
-        if following == e.Export():
+        if following is Do.EXPORT:
             with self.rules.phase("export"):
                 self.take(self.varied(self.schedule.save_s))
             self.world.exported = True
-            following = self.tell(e.Exported())
-        if not isinstance(following, e.Exit):
+            following = self.tell("exported")
+        if not isinstance(following, c.Exit):
             raise Broken(f"end: {following} does not say how the run ends")
         return following.code
 
@@ -439,7 +438,7 @@ class Process:
                         self.error_type = "ResourcesMissing"
                         raise Failed(exit_codes.REFUSED, "too few devices")
                     times = (world.step_s, world.save_s) if self.policy.deadline else (0.0, 0.0)
-                    self.tell(e.Begins(self.policy, world.start, world.saved, *times))
+                    self.tell("begins", self.policy, world.start, world.saved, times)
                 try:
                     self.train()
                 except StepAborted:
@@ -468,7 +467,7 @@ class Process:
         return code, ""
 
     def end(self, code: int | None) -> None:
-        self.tell(e.Ended(code))
+        self.tell("ended", code)
 
 
 class EnginesGone(Exception):

@@ -11,12 +11,12 @@ import time
 
 from tests.controller.conftest import pids
 from tests.controller.workers import Light
-from verlite.control.events import Begins, StepFinished, StepWanted
+from verlite.control.machine import Machine
 from verlite.control.policy import Policy
 from verlite.controller.cluster import connect
 from verlite.controller.placement import reserve
-from verlite.controller.stop import Stop
 from verlite.controller.worker_group import ready, spawn
+from verlite.trainer.stop import Stop
 
 PRELOAD = ["tests.controller.workers"]  # the guardian must find forks too
 
@@ -34,8 +34,9 @@ def main(run_dir: str, end: str) -> None:
             os.kill(pids(worker)[0], signal.SIGSTOP)
         if end == "stop":
             stop = Stop()
-            for event in (Begins(Policy(total_steps=2)), StepWanted(), StepFinished()):
-                stop.tell(event)
+            stop.tell(Machine.begins, Policy(total_steps=2))
+            stop.tell(Machine.step_wanted)
+            stop.tell(Machine.step_finished)
             with stop:
                 print(cluster.run_id, flush=True)
                 while not stop.requested:

@@ -277,14 +277,15 @@ def test_a_closed_terminal_stops_the_command_and_output_is_lost_without_harm(tmp
 
 CLOSED = """
 import pathlib, signal, sys, time
-from verlite.control.events import Begins, StepFinished, StepWanted
+from verlite.control.machine import Machine
 from verlite.control.policy import Policy
-from verlite.controller.stop import Stop
+from verlite.trainer.stop import Stop
 from verlite.files import tolerate_full_disk
 tolerate_full_disk()
 stop = Stop()
-for event in (Begins(Policy(total_steps=2)), StepWanted(), StepFinished()):
-    stop.tell(event)
+stop.tell(Machine.begins, Policy(total_steps=2))
+stop.tell(Machine.step_wanted)
+stop.tell(Machine.step_finished)
 with stop:
     print("ready", flush=True)
     while not stop.requested:

@@ -39,43 +39,43 @@ def _without_restart(original):
     return frozenset(phase for phase in original if phase.name != "RESTART")
 
 
-def _observes_the_last(original, self, event, now):
+def _observes_the_last(original, self, now, *values):
     self._step_s = self._save_s = 0.0
-    return original(self, event, now)
+    return original(self, now, *values)
 
 
-def _restarts_forgotten(original, self, event, now):
+def _restarts_forgotten(original, self, now, *values):
     self.restarts = 0
-    return original(self, event, now)
+    return original(self, now, *values)
 
 
-def _wait_begins_again(original, self, event, now):
-    return original(self, event, self._outage_began)
+def _wait_begins_again(original, self, now, *values):
+    return original(self, self._outage_began, *values)
 
 
-def _skips(original, self, event, now):
-    self.step += self.step == self.resumed + 1
-    return original(self, event, now)
+def _skips(original, self, now, *values):
+    self.step += self.step == self.resumed_step + 1
+    return original(self, now, *values)
 
 
-def _last_code(original, self, event, now):
+def _last_code(original, self, now, *values):
     self.code = None
-    return original(self, event, now)
+    return original(self, now, *values)
 
 
-def _without_limit(original, self, event, now):
-    commands = original(self, event, now)
+def _without_limit(original, self, now, *values):
+    commands = original(self, now, *values)
     self.patience.leave(float("inf"), now)
     return commands
 
 
-def _never_when_resumed(original, self, event, now):
-    return [] if self.resumed else original(self, event, now)
+def _never_when_resumed(original, self, now, *values):
+    return [] if self.resumed_step else original(self, now, *values)
 
 
-def _exports(original, self, event, now):
+def _exports(original, self, now, *values):
     self.policy = replace(self.policy, val_only=False) if self.step else self.policy
-    return original(self, event, now)
+    return original(self, now, *values)
 
 
 def _forgets_the_loss(original, self, attempt):
@@ -267,19 +267,19 @@ MUTANTS = [
     ),
     Mutant(
         "a stop waits for the generation in progress",
-        MACHINE + "_polled",
+        MACHINE + "polled",
         returns([]),
         SIMULATION,
     ),
     Mutant(
         "engines are started again without end",
-        MACHINE + "_engines_died",
+        MACHINE + "engines_died",
         calls(_restarts_forgotten),
         SIMULATION,
     ),
     Mutant(
         "a service is waited for without end",
-        MACHINE + "_health",
+        MACHINE + "health",
         calls(_wait_begins_again),
         SIMULATION,
     ),
@@ -295,11 +295,11 @@ MUTANTS = [
         constant(10**9),
         SIMULATION,
     ),
-    Mutant("a step is skipped", MACHINE + "_step_wanted", calls(_skips), SIMULATION),
+    Mutant("a step is skipped", MACHINE + "step_wanted", calls(_skips), SIMULATION),
     Mutant(
-        "the save after a validation is forgotten", MACHINE + "_validated", returns([]), SIMULATION
+        "the save after a validation is forgotten", MACHINE + "validated", returns([]), SIMULATION
     ),
-    Mutant("the last exit code counts", MACHINE + "_ended", calls(_last_code), SIMULATION),
+    Mutant("the last exit code counts", MACHINE + "ended", calls(_last_code), SIMULATION),
     Mutant(
         "one signal ends a save", PATIENCE + "Patience.signal", calls(_counts_twice), SIMULATION
     ),
@@ -312,13 +312,13 @@ MUTANTS = [
     ),
     Mutant(
         "nothing limits the time after the exit code is decided",
-        MACHINE + "_ended",
+        MACHINE + "ended",
         calls(_without_limit),
         SIMULATION,
     ),
     Mutant(
         "a step that another rank's stop prevents counts as taken (SFT, DPO)",
-        MACHINE + "_stopped_elsewhere",
+        MACHINE + "stopped_elsewhere",
         returns([]),
         SIMULATION,
     ),
@@ -330,17 +330,17 @@ MUTANTS = [
     ),
     Mutant(
         "an engine that cannot be started is used",
-        MACHINE + "_restart_failed",
+        MACHINE + "restart_failed",
         returns([]),
         SIMULATION,
     ),
     Mutant(
         "val_only does not validate a run that resumes",
-        MACHINE + "_started",
+        MACHINE + "started",
         calls(_never_when_resumed),
         SIMULATION,
     ),
-    Mutant("val_only exports the model", MACHINE + "_loop_ends", calls(_exports), SIMULATION),
+    Mutant("val_only exports the model", MACHINE + "loop_ends", calls(_exports), SIMULATION),
     Mutant("a crash loop has no end", RESTARTS + "_refusal", returns(""), SIMULATION),
     Mutant(
         "progress does not renew the budget of restarts",
@@ -410,17 +410,17 @@ MUTANTS = [
     ),
     Mutant(
         "max_runtime does not learn how long steps and saves take",
-        MACHINE + "_step_ends",
+        MACHINE + "step_ends",
         returns([]),
         MACHINES,
     ),
     Mutant(
         "the last step and save count, not the longest",
-        MACHINE + "_step_ends",
+        MACHINE + "step_ends",
         calls(_observes_the_last),
         MACHINES,
     ),
-    Mutant("failed saves never end a run", MACHINE + "_save_failed", returns([]), SIMULATION),
+    Mutant("failed saves never end a run", MACHINE + "save_failed", returns([]), SIMULATION),
     Mutant(
         "a rank that waits for a working one is stuck",
         WATCH + "still_ranks",

@@ -20,10 +20,9 @@ FAILURES = "verlite.controller.failures:"
 SUPERVISE = "verlite.controller.supervise:Supervisor."
 PLACEMENT = "verlite.controller.placement:"
 GUARDIAN = "verlite.controller.guardian:"
-STOP = "verlite.controller.stop:"
 DAEMONS = "verlite.controller.node_watch:"
 DAEMON = ("tests/controller/test_daemon_watch.py",)
-ENDING = "tests/trainer/test_ending.py"
+ENDING = "tests/trainer/test_stop.py"
 ROWS = "tests/controller/test_dispatch.py"
 WORKERS = "tests/controller/test_workers.py"
 GPUS = "tests/controller/test_gpus.py"
@@ -207,30 +206,6 @@ MUTANTS = [
         "verlite.controller.ray_internals:hip_environment",
         returns({}),
         ("tests/controller/test_node_environment.py",),
-    ),
-    Mutant(
-        "a stop request is not noticed",
-        STOP + "Stop._handle",
-        does_nothing,
-        ("tests/controller/test_stop.py",),
-    ),
-    Mutant(
-        "a second signal, and a cleanup that hangs, do not end the process",
-        STOP + "Stop._end",
-        does_nothing,
-        ("tests/controller/test_stop.py",),
-    ),
-    Mutant(
-        "signals to forked children count as the driver's",
-        STOP + "Stop._forget_in_child",
-        does_nothing,
-        ("tests/controller/test_stop.py",),
-    ),
-    Mutant(
-        "forked children inherit the stop request",
-        STOP + "apply_default_action",
-        does_nothing,
-        ("tests/controller/test_stop.py",),
     ),
     Mutant(
         "waiting for devices has no end",

@@ -35,7 +35,8 @@ FINISH = "verlite.trainer.finish:"
 RUN = "verlite.trainer.run:Run."
 LIMIT = "verlite.trainer.time_limit:"
 TIME = ("tests/trainer/test_time_limit.py",)
-ENDING = "tests/trainer/test_ending.py"
+ENDING = "tests/trainer/test_stop.py"
+STOP = "verlite.trainer.stop:"
 SEGMENTS = "verlite.trainer.run_record:"
 STARTS = "tests/trainer/test_run_record.py"
 TRACKERS = "tests/trainer/test_trackers.py"
@@ -141,7 +142,7 @@ def _without_kl_controller(original, self):
 
 
 def without_masking(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with mock.patch("verlite.trainer.ending.mask_urls", str):
+    with mock.patch("verlite.trainer.stop.mask_urls", str):
         return original(*args, **kwargs)
 
 
@@ -391,20 +392,44 @@ MUTANTS = [
         (SERVICE + "::test_equal_weights_that_compute_other_numbers_are_refused",),
     ),
     Mutant(
+        "a stop request is not noticed",
+        STOP + "Stop._handle",
+        does_nothing,
+        (ENDING,),
+    ),
+    Mutant(
+        "a second signal, and a cleanup that hangs, do not end the process",
+        STOP + "Stop._end",
+        does_nothing,
+        (ENDING,),
+    ),
+    Mutant(
+        "signals to forked children count as the driver's",
+        STOP + "Stop._forget_in_child",
+        does_nothing,
+        (ENDING,),
+    ),
+    Mutant(
+        "forked children inherit the stop request",
+        STOP + "apply_default_action",
+        does_nothing,
+        (ENDING,),
+    ),
+    Mutant(
         "the error of a failed run is only printed",
-        "verlite.trainer.ending:write_report",
+        STOP + "Stop.write_report",
         does_nothing,
         (ENDING,),
     ),
     Mutant(
         "secrets in URLs are printed at the end of a run",
-        "verlite.trainer.ending:print_error",
+        STOP + "print_error",
         calls(without_masking),
         (ENDING,),
     ),
     Mutant(
         "secrets in URLs are written into the files about a failed run",
-        "verlite.trainer.ending:write_report",
+        STOP + "Stop.write_report",
         calls(without_masking),
         (ENDING,),
     ),

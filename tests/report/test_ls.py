@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 from verlite.cli import app
 from verlite.cli.runs import age
 from verlite.control.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
-from verlite.controller.stop import Stop
 from verlite.report import runs
 from verlite.report.runs import find_runs, read_run
 from verlite.trainer import run_record
-from verlite.trainer.ending import begin, report
 from verlite.trainer.errors import RunRefused
+from verlite.trainer.stop import Stop
 
 HELD_OUT = "val-core/sums/reward/mean@1"
 
@@ -72,14 +71,14 @@ def test_a_lock_of_another_user_tells_nothing(tmp_path, monkeypatch):
 
 def test_the_driver_records_its_plan_and_its_end(tmp_path):
     stop = Stop(embedded=True)
-    begin(stop, tmp_path)
+    stop.begin(tmp_path)
     assert run_record.read(tmp_path).exit_code is None
     run_record.plan(tmp_path, 40)
-    report(stop, tmp_path, RunRefused("the folder\nis wrong"))
+    stop.report(RunRefused("the folder\nis wrong"))
     stop.decide(DONE)  # too late
     row = read_run(tmp_path)
     assert (row.state, row.total_steps, row.note) == ("failed", 40, "the folder is wrong")
-    begin(Stop(embedded=True), tmp_path)
+    Stop(embedded=True).begin(tmp_path)
     file = run_record.read(tmp_path)
     assert (file.exit_code, file.ended, file.total_steps) == (None, None, 40)
 

@@ -21,10 +21,8 @@ from verlite.config import load, sft
 from verlite.config.critical import tuning_settings
 from verlite.config.problems import ConfigError
 from verlite.config.sft import SFTDataConfig, compose
-from verlite.control.events import Save, StepEnds, StepFinished, StepMeasured
+from verlite.control.commands import Do
 from verlite.control.machine import Machine
-from verlite.controller import stop as stop_module
-from verlite.controller.stop import Stop
 from verlite.data.sampler import PromptSampler
 from verlite.engine import family
 from verlite.engine.fsdp import TrainEngine
@@ -35,8 +33,10 @@ from verlite.sft.data import Example, read_examples
 from verlite.sft.run import Run, save
 from verlite.sft.train import build_batch, sft_loss, validation_loss
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
+from verlite.trainer import stop as stop_module
 from verlite.trainer.checkpoints import CheckpointError
 from verlite.trainer.metrics import Stopwatch
+from verlite.trainer.stop import Stop
 
 pytestmark = pytest.mark.process
 
@@ -252,15 +252,15 @@ def test_a_model_without_a_small_copy_is_warned_about_once(
 def test_a_run_stops_before_its_time_is_over(tiny_qwen2, sums, tmp_path, capsys, monkeypatch):
     """And the next one says which keys are different."""
     machines, deadlines = [], iter([inf, inf, 0.0])
-    wanted = Machine._step_wanted
+    wanted = Machine.step_wanted
 
-    def step_wanted(machine, event, now):
+    def step_wanted(machine, now):
         if machine.policy.deadline is not None:
             machine.policy = replace(machine.policy, deadline=next(deadlines))
             machines.append(machine)
-        return wanted(machine, event, now)
+        return wanted(machine, now)
 
-    monkeypatch.setattr(Machine, "_step_wanted", step_wanted)
+    monkeypatch.setattr(Machine, "step_wanted", step_wanted)
     options = ["trainer.total_training_steps=4", "trainer.test_freq=2"]
     limited = [*options, "trainer.max_runtime=10m"]
     assert main(run_options(sums, tiny_qwen2, tmp_path, *limited)) == 75
@@ -504,10 +504,10 @@ def test_saves_may_fail_for_two_minutes(tmp_path, monkeypatch):
     def step():
         now[0] = next(clock)
         next(run.steps())
-        run.tell(StepFinished())
-        assert run.tell(StepMeasured()) == Save()
+        run.tell(Machine.step_finished)
+        assert run.tell(Machine.step_measured) is Do.SAVE
         save(run)
-        run.tell(StepEnds(1.0))
+        run.tell(Machine.step_ends, 1.0)
 
     with single_process_group():
         run.begin(0)

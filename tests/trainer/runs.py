@@ -131,7 +131,7 @@ class Launch:
         """
         self.run_dir, self.log = run_dir, log
         code = f"{before}\nfrom verlite.main_ppo import main\ncode = main()"
-        code += "\nfrom verlite.trainer.ending import leave\nleave(code)"
+        code += "\nfrom verlite.trainer.stop import leave\nleave(code)"
         program = ["-c", code] if before else program
         arguments = [*program, f"trainer.default_local_dir={run_dir}", *overrides]
         own = {MARK: str(run_dir), "PYTHONUNBUFFERED": "1"}

@@ -7,13 +7,14 @@ import pytest
 
 from tests.trainer.test_stages import Screen, rewarded_batch
 from verlite.config.schema import Config, DataConfig
-from verlite.control.events import Asked, Save, Saved, StepEnds, StepFinished, StepMeasured
-from verlite.controller import stop as stop_module
-from verlite.controller.stop import Stop
+from verlite.control.commands import Do
+from verlite.control.machine import Machine
 from verlite.files import RetryingWriter
 from verlite.trainer import checkpoints, finish
+from verlite.trainer import stop as stop_module
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.run import Run, StepState
+from verlite.trainer.stop import Stop
 
 
 def fake_run(tmp_path, resumed_step=0, saved_step=0, trainer=None, **fields) -> Run:
@@ -58,7 +59,7 @@ def events(monkeypatch):
     events = []
     monkeypatch.setattr(finish, "validate", lambda run: events.append(("validate", run.step)) or {})
     monkeypatch.setattr(
-        finish, "save", lambda run: events.append(("save", run.step)) or run.tell(Saved())
+        finish, "save", lambda run: events.append(("save", run.step)) or run.tell(Machine.saved)
     )
     monkeypatch.setattr(finish, "keep_samples", lambda run, batch: None)
     monkeypatch.setattr(
@@ -74,7 +75,7 @@ def finish_all_steps(run, stop_at=None):
         assert not run.metrics, "a step starts with the metrics of the previous one"
         run.begin_update()
         if step == stop_at:
-            run.stop.tell(Asked("SIGTERM"))
+            run.stop.tell(Machine.asked, "SIGTERM")
         batch = rewarded_batch()
         trained = batch.batch["sampled_tokens"]
         finish.finish_step(run, batch.with_batch(trained_tokens=trained))
@@ -135,7 +136,7 @@ def test_a_step_is_given_up_only_before_its_first_update(tmp_path, events, monke
     batch = batch.with_batch(trained_tokens=batch.batch["sampled_tokens"])
     finish.finish_step(run, batch)
     next(steps)
-    run.stop.tell(Asked("SIGTERM"))
+    run.stop.tell(Machine.asked, "SIGTERM")
     with pytest.raises(StepAborted):
         run.begin_update()
     assert ended == [["engine"]]
@@ -146,7 +147,7 @@ def test_a_stop_during_validation_saves_the_step_without_its_result(tmp_path, ev
     ended = stoppable(run, monkeypatch)
 
     def validate(run):
-        run.stop.tell(Asked("SIGTERM"))
+        run.stop.tell(Machine.asked, "SIGTERM")
         run.poll()  # as a wait for workers does
 
     monkeypatch.setattr(finish, "validate", validate)
@@ -196,10 +197,10 @@ class Workers:
 def save_next_step(run):
     """Take a step whose checkpoint is due."""
     next(run.steps())
-    run.tell(StepFinished())
-    assert run.tell(StepMeasured()) == Save()
+    run.tell(Machine.step_finished)
+    assert run.tell(Machine.step_measured) is Do.SAVE
     finish.save(run)
-    run.tell(StepEnds(1.0))
+    run.tell(Machine.step_ends, 1.0)
 
 
 EVERY_STEP = {"save_freq": 1, "test_freq": -1}

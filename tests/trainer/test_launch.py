@@ -12,7 +12,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.plan import engine_settings
 from verlite.config.schema import Config, DataConfig
-from verlite.control.events import Saved
+from verlite.control.machine import Machine
 from verlite.controller import supervisor_file
 from verlite.trainer import build, checkpoints, checks, opening
 from verlite.trainer.build import restore
@@ -231,7 +231,7 @@ def test_a_stopped_run_saves_unsaved_steps(tmp_path, monkeypatch, saved, saves):
 
     def save(run):
         saved_steps.append(run.step)
-        return run.tell(Saved())
+        return run.tell(Machine.saved)
 
     monkeypatch.setattr(build, "save", save)
     assert build.finalize(run) == 75

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import driver_state
-from verlite.control import events
+from verlite.control.commands import Do
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto, equal, object_array
 from verlite.rewards.result import RewardResult
@@ -391,7 +391,7 @@ def test_a_stop_looks_at_the_running_samples_before_the_engines_end(groups, engi
     run: Any = object.__new__(Run)
     run.groups, run.workers = groups, {"rollout": engines}
     with pytest.raises(StepAborted):
-        run.obey([events.GiveUp()])
+        run.obey([Do.GIVE_UP])
     assert engines.calls == ["running", "stop"] and list(groups.running) == [4]
     groups.look(engines)  # by the save
     assert engines.calls == ["running", "stop"] and list(groups.running) == [4]

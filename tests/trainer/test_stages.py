@@ -13,10 +13,9 @@ from verlite.algorithms.gap import gap_metrics, gap_rows, gap_totals
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.compile import advantage_spec
 from verlite.config.schema import Config, DataConfig, ModelConfig
-from verlite.control.events import Begins
+from verlite.control.machine import Machine
 from verlite.control.policy import Policy
 from verlite.controller.dispatch import join_rows, split_rows
-from verlite.controller.stop import Stop
 from verlite.data.dataset import PromptRow
 from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto, object_array
@@ -42,6 +41,7 @@ from verlite.trainer.stages.rollout import (
     score,
 )
 from verlite.trainer.stages.update import update_actor
+from verlite.trainer.stop import Stop
 from verlite.trainer.validate import validate
 from verlite.workers.actor import ActorWorker
 from verlite.workers.training import StepRows
@@ -141,7 +141,7 @@ def fake_run(**fields) -> FakeRun:
     run = FakeRun(**(defaults | {"stop": Stop(embedded=True)} | fields))
     if isinstance(run.stop, Stop):
         run.stop.screen = run.display
-        run.stop.tell(Begins(Policy(total_steps=9, max_restarts=3)))
+        run.stop.tell(Machine.begins, Policy(total_steps=9, max_restarts=3))
     if not hasattr(run, "actor"):
         run.actor = local_actor(run.config, run.plan)
     return run

@@ -7,15 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.test_stages import fake_run
-from verlite.control.events import (
-    Asked,
-    Begins,
-    EnginesDied,
-    EnginesRestarted,
-    StepFinished,
-    StepWanted,
-    UpdateBegins,
-)
+from verlite.control.machine import Machine
 from verlite.control.patience import Phase
 from verlite.control.policy import Policy
 from verlite.controller.failures import Cause, RankDied, StuckError, WorkerError, worker_error
@@ -151,8 +143,8 @@ class Once(Calls):
 
 def restarts_into(book, monkeypatch):
     def restart_engines(run, error):
-        run.tell(EnginesDied(1, "rollout rank 0", "gone"))
-        run.tell(EnginesRestarted())
+        run.tell(Machine.engines_died, 1, "rollout rank 0", "gone")
+        run.tell(Machine.engines_restarted)
         book.append("restarted")
 
     monkeypatch.setattr(weights, "restart_engines", restart_engines)
@@ -171,7 +163,7 @@ def test_a_new_engine_gets_the_weights_before_it_repeats_its_part(asleep, monkey
     book, run = synced()
     restarts_into(book, monkeypatch)
     run.version = 4  # the sync of this version is the one that is repeated
-    run.tell(StepWanted())
+    run.tell(Machine.step_wanted)
     assert run.stop.machine.phase is Phase.SAMPLE
     phases, give = [], weights.give_weights
 
@@ -301,7 +293,7 @@ def test_restarts_are_counted_per_step_and_limited(monkeypatch):
         restart(run, engines, monkeypatch)
     assert len(engines.restarted) == 3
     run.current = StepState(number=2)
-    run.tell(StepWanted())
+    run.tell(Machine.step_wanted)
     restart(run, engines, monkeypatch)
 
 
@@ -320,7 +312,7 @@ def test_asynchronous_samples_of_all_engines_that_were_replaced_are_drawn_again(
 def test_an_engine_that_fails_in_every_process_fails_for_good(limit, code, monkeypatch):
     _, run = synced()
     run.current = StepState(number=1)
-    run.tell(Begins(Policy(total_steps=9, max_restarts=limit)))
+    run.tell(Machine.begins, Policy(total_steps=9, max_restarts=limit))
     failed = Cause(engine_of(0), "generate", "the engine died", "EngineDied", "CUDA", "", 0.0)
     error = worker_error([failed], Diagnosis("", "running", 0), 0)
     monkeypatch.setattr(recovery, "group", lambda workers: Engines())
@@ -343,12 +335,12 @@ def test_a_stop_waits_for_no_restart_after_an_update(when, monkeypatch):
     def finish(step):
         """Take a step up to the sync of its weights."""
         run.rollout = Once(book, "rollout", "load_weights")
-        run.tell(StepWanted())
-        run.tell(UpdateBegins())
+        run.tell(Machine.step_wanted)
+        run.tell(Machine.update_begins)
         if step == 2 and when == "in the update":
-            run.stop.tell(Asked("SIGTERM"))
+            run.stop.tell(Machine.asked, "SIGTERM")
         sync_weights(run)
-        run.tell(StepFinished())
+        run.tell(Machine.step_finished)
 
     finish(1)
     restarted = [("rollout", "sleep"), ("actor", "engine_restarted")]
@@ -358,7 +350,7 @@ def test_a_stop_waits_for_no_restart_after_an_update(when, monkeypatch):
     book.clear()
 
     def start(workers):
-        run.stop.tell(Asked("SIGTERM"))
+        run.stop.tell(Machine.asked, "SIGTERM")
         run.poll()
 
     engines.restart = start

@@ -14,6 +14,13 @@ LEAVE_S = 20.0
 """How long the process may live after its exit code is decided: trackers send their last metrics,
 workers close, Ray ends."""
 
+LAST_WORDS_S = 2.0
+"""How long a message of an ending process may take: a terminal or a disk may not answer."""
+CHECKPOINT_S = 1.0
+"""How long a message waits for the disk to find the last checkpoint."""
+ATEXIT_S = 3.0
+"""How long functions of `atexit` may run."""
+
 SPARE_S = 10.0
 """What trainer.max_runtime keeps besides the save and LEAVE_S."""
 UNKNOWN_SAVE_S = 60.0

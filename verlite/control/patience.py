@@ -18,7 +18,7 @@ from enum import Enum
 from math import inf
 
 from verlite.control import limits
-from verlite.control.events import NotSaved, SaveLimited
+from verlite.control.commands import SayNow
 
 INTERRUPT = "SIGINT"
 
@@ -86,7 +86,7 @@ class Patience:
 
     def look(
         self, signal: str | None, now: float, saves: bool, decided: bool, grace_s: float
-    ) -> NotSaved | SaveLimited | str | None:
+    ) -> SayNow | str | None:
         """Return what to say about the wait, or why it is over.
 
         Args:
@@ -108,17 +108,19 @@ class Patience:
             return f"cleaning up took longer than {self._limit_s:g} s, so the process was ended"
         return f"it did not end within {self._limit_s:g} s, so it was ended without cleaning up"
 
-    def _look_at_save(
-        self, signal: str | None, now: float, grace_s: float
-    ) -> NotSaved | SaveLimited | str | None:
+    def _look_at_save(self, signal: str | None, now: float, grace_s: float) -> SayNow | str | None:
         if self._give_up_at is None:
             self._give_up_at = now + grace_s
         if signal is not None and self.signals == 2:
             self._give_up_at = now + grace_s
-            return SaveLimited()
+            return SayNow(f"a second signal: the save has {grace_s:g} s")
         if now <= self._give_up_at:
             return None
         if self.signals > 1:
             return f"not saved within {grace_s:g} s of the second signal"
         self._give_up_at = inf
-        return NotSaved(another=self.signals > 0)
+        another = f"; another signal gives it {grace_s:g} s more" if self.signals else ""
+        return SayNow(
+            f"{self.first}: not saved within trainer.stop_grace_s={grace_s:g}, {{where}}. The run "
+            f"still saves and then ends{another}. {{checkpoint}}"
+        )

@@ -186,7 +186,7 @@ def connect(
     The connection lasts until Cluster.shutdown or the end of this process.
 
     A cluster started here is local: it listens on loopback only, has no dashboard, and always ends
-    with this process. Signals are left to the caller; see `controller.stop`.
+    with this process. Signals are left to the caller; see `trainer.stop`.
 
     Args:
         address: host:port of a cluster, or "local" to start one. None uses RAY_ADDRESS (which `ray

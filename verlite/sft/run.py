@@ -20,14 +20,14 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from verlite.algorithms.kl import FixedKLController
-from verlite.config.command import Command
+from verlite.config import command as commands
 from verlite.config.compile import fsdp_spec, model_spec, optim_spec
 from verlite.config.critical import tuning_settings
 from verlite.config.load import LoadedConfig, dump
 from verlite.config.sft import TuningConfig
-from verlite.control import events
+from verlite.control.commands import BeginStep, Command, Do
+from verlite.control.machine import Machine
 from verlite.control.policy import Policy
-from verlite.controller.stop import Stop
 from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import LossFn, TrainEngine
 from verlite.engine.process_group import process_group
@@ -38,7 +38,6 @@ from verlite.trainer import checkpoints, run_record, saving
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 from verlite.trainer.common_checks import reading
 from verlite.trainer.display import Display
-from verlite.trainer.ending import reported_first
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.opening import (
     absolute,
@@ -50,6 +49,7 @@ from verlite.trainer.opening import (
 )
 from verlite.trainer.preflight import FILES, LIBRARIES, Preflight, walk
 from verlite.trainer.saving import install_export
+from verlite.trainer.stop import Event, P, Stop
 from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
 
@@ -67,7 +67,7 @@ class Task:
 
     kind: str
     """SFT or DPO of the preflight."""
-    command: Command
+    command: commands.Command
     columns: Callable[..., list[str]]
     """(file, its columns, section data) -> the columns to read."""
     examples_of: Callable[..., list[Example]]
@@ -136,7 +136,7 @@ class Run:
     @property
     def resumed_step(self) -> int:
         """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
-        return self.stop.machine.resumed
+        return self.stop.machine.resumed_step
 
     def begin(self, saved: int) -> None:
         """Tell the machine what the run wants, and where it begins. The first rank watches the
@@ -159,15 +159,16 @@ class Run:
             deadline=deadline(max_runtime),
         )
         self.stop.screen = self.display
-        self.stop.tell(events.Begins(policy, self.step, saved, *longest(max_runtime, self.run_dir)))
+        longest_s = longest(max_runtime, self.run_dir)
+        self.stop.tell(Machine.begins, policy, self.step, saved, longest_s)
 
     def _steps(self, frequency: int | str) -> int:
         """Return a frequency in steps. A string is EACH_EPOCH."""
         return self.sampler.steps_per_epoch if isinstance(frequency, str) else frequency
 
-    def tell(self, event: events.Event) -> events.Command | None:
+    def tell(self, event: Event[P], *values: P.args, **named: P.kwargs) -> Command | None:
         """Tell the machine what happened. Return what the loop does next."""
-        commands = self.stop.tell(event)
+        commands = self.stop.tell(event, *values, **named)
         return commands[-1] if commands else None
 
     def steps(self) -> Iterator[int]:
@@ -177,12 +178,12 @@ class Run:
         A signal during a step is only noted: the step ends, and the run saves.
         """
         while self.step < self.total_steps:
-            following = self.tell(events.StepWanted())
-            stops = torch.tensor(int(following == events.EndLoop()), device=self.engine.device)
+            following = self.tell(Machine.step_wanted)
+            stops = torch.tensor(int(following is Do.END_LOOP), device=self.engine.device)
             if self.ranks > 1:
                 dist.all_reduce(stops, dist.ReduceOp.MAX)
-            if stops and isinstance(following, events.BeginStep):
-                self.tell(events.StoppedElsewhere())
+            if stops and isinstance(following, BeginStep):
+                self.tell(Machine.stopped_elsewhere)
             if stops:
                 return
             self.step += 1
@@ -239,13 +240,13 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     out = console()
     out.quiet = not found.is_first
-    display = Display(out, log=lambda text: stop.log(text))  # `begin` sets stop.log
+    display = Display(out, log=stop.log)
     stop.where = display.where
     with in_run_directory(found, stop), ExitStack() as stack:
         transformers_logging.disable_progress_bar()
         stack.enter_context(process_group(device))
         if found.is_first:
-            stack.enter_context(reported_first(stop, run_dir))
+            stack.enter_context(stop.reported_first())
         stack.callback(display.close)
         with display.phase("reading examples"):
             try:
@@ -364,7 +365,7 @@ def on_first_rank_only(function: Callable[[], _T]) -> _T | None:
     return results[0] if results else None
 
 
-def save(run: Run) -> events.Command | None:
+def save(run: Run) -> Command | None:
     """Write a checkpoint. Return what the control says then. All ranks must call it. Raises
     CheckpointError (`saving`)."""
     keep = run.config.trainer.max_ckpt_to_keep if run.rank == 0 else None

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from verlite.config import sft
 from verlite.config.sft import TuningConfig
-from verlite.control import events
-from verlite.controller.stop import Stop
+from verlite.control.commands import Do
+from verlite.control.machine import Machine
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.files import RetryingWriter
@@ -29,6 +29,7 @@ from verlite.protocol.ragged import pad
 from verlite.sft.data import Example, columns, row_examples
 from verlite.sft.run import Loaded, Run, Task, finalize, open_run, save
 from verlite.trainer.preflight import SFT
+from verlite.trainer.stop import Stop
 
 VALIDATION_ROWS = 512
 """Examples of a rank that are in memory as one batch in a validation."""
@@ -88,20 +89,20 @@ def finish_step(run: Run) -> None:
     tokens = run.metrics["perf/total_num_tokens"]
     run.metrics["perf/time_per_step"] = seconds
     run.metrics["perf/throughput"] = tokens / (seconds * run.ranks)
-    run.tell(events.StepFinished())
-    following = run.tell(events.StepMeasured())
-    if following == events.Validate():
+    run.tell(Machine.step_finished)
+    following = run.tell(Machine.step_measured)
+    if following is Do.VALIDATE:
         with run.stopwatch("testing"), run.display.phase("testing"):
             validate(run)
-        following = run.tell(events.Validated())
+        following = run.tell(Machine.validated)
     run.metrics |= run.stopwatch.metrics()
-    if following == events.Save():
+    if following is Do.SAVE:
         save(run)
         run.metrics |= run.stopwatch.metrics()
     # A validation cannot be given up, so it counts as a part of the step.
     spent = run.stopwatch.seconds
     seconds += spent.get("testing", 0.0)
-    run.tell(events.StepEnds(seconds, spent.get("save_checkpoint", 0.0)))
+    run.tell(Machine.step_ends, seconds, spent.get("save_checkpoint", 0.0))
     if run.tracking is not None:
         run.tracking.log(run.step, run.metrics)
         show_step(run)

@@ -27,7 +27,6 @@ from verlite.trainer import run_record, saving
 from verlite.trainer.checkpoints import Checkpoint, CheckpointError
 from verlite.trainer.detectors import WARNINGS, Detectors, ignored
 from verlite.trainer.display import Display
-from verlite.trainer.ending import reported_first
 from verlite.trainer.finish import forget_warnings, save
 from verlite.trainer.launch import Launch, connect_ray, plan_on, reserve_devices
 from verlite.trainer.opening import (
@@ -58,7 +57,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
     """
     found, stop, display = launch.found, launch.stop, launch.display
     config, plan, run_dir, state = found.config, found.plan, found.run_dir, found.state
-    with ExitStack() as stack, reported_first(stop, run_dir):
+    with ExitStack() as stack, stop.reported_first():
         stack.callback(display.close)
         with display.phase("reading prompts"):
             walk(found, LIBRARIES)

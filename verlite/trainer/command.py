@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from verlite.controller.stop import Stop
 from verlite.files import tolerate_full_disk
 from verlite.terminal import clean_output, console
+from verlite.trainer.stop import Stop, leave
 
 if TYPE_CHECKING:
     from verlite.config.load import LoadedConfig
@@ -48,7 +48,6 @@ def _main(
     is_first: bool,
 ) -> int:
     loaded = load()
-    from verlite.trainer.ending import report
     from verlite.trainer.errors import REFUSED, exit_code
 
     try:
@@ -56,7 +55,7 @@ def _main(
     except Exception as error:
         if isinstance(error, REFUSED) and not is_first:
             return stop.decide(exit_code(error))  # the first process says it
-        return report(stop, None, error)
+        return stop.report(error)
 
 
 def run(
@@ -124,7 +123,4 @@ def run_as_program(main: Callable[[], int]) -> NoReturn:
     """Run what `python -m` names, and end the process with its exit code."""
     tolerate_full_disk()
     clean_output()
-    code = main()
-    from verlite.trainer.ending import leave
-
-    leave(code)
+    leave(main())

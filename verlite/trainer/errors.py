@@ -1,6 +1,6 @@
 """Exceptions that end a run, and the exit code of each.
 
-torch is not imported here, so that a refused run ends without waiting for it. `trainer.ending`
+torch is not imported here, so that a refused run ends without waiting for it. `trainer.stop`
 reports them.
 """
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from verlite.algorithms.gap import age_metrics
-from verlite.control import events
+from verlite.control.commands import Command, Do
+from verlite.control.machine import Machine
 from verlite.controller.worker_group import group
 from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes
 from verlite.protocol.data import DataProto
@@ -27,7 +28,7 @@ SAMPLES_SHOWN = 3
 
 def validate_first(run: Run) -> None:
     """Validate before the first step if the configuration asks for it."""
-    if run.tell(events.Started()) == events.Validate():
+    if run.tell(Machine.started) is Do.VALIDATE:
         run.metrics.update(validate(run))
         run.tracking.log(run.step, run.metrics)
         run.display.step(run.step, run.metrics)
@@ -35,21 +36,21 @@ def validate_first(run: Run) -> None:
 
 def finish_step(run: Run, batch: DataProto) -> None:
     """Compute and log the step's metrics, keep samples, then validate and save if they are due."""
-    run.tell(events.StepFinished())
+    run.tell(Machine.step_finished)
     add_metrics(run, batch)
     records = keep_samples(run, batch)
-    following = run.tell(events.StepMeasured())
-    if following == events.Validate():
+    following = run.tell(Machine.step_measured)
+    if following is Do.VALIDATE:
         with suppress(StepAborted):  # the step is saved without its result
             run.metrics.update(validate(run))
-        following = run.tell(events.Validated())
+        following = run.tell(Machine.validated)
     # A checkpoint keeps its step's metrics, so the timings so far are added before it is written.
     run.metrics.update(run.stopwatch.metrics())
-    if following == events.Save():
+    if following is Do.SAVE:
         save(run)
     run.metrics.update(run.stopwatch.metrics())
     seconds = run.stopwatch.seconds
-    run.tell(events.StepEnds(seconds["step"], seconds.get("save_checkpoint", 0.0)))
+    run.tell(Machine.step_ends, seconds["step"], seconds.get("save_checkpoint", 0.0))
     run.tracking.log(run.step, run.metrics)
     run.tracking.samples(run.step, "train", records)
     run.display.step(run.step, run.metrics)
@@ -153,7 +154,7 @@ def straggler_metrics(run: Run) -> Metrics:
     }
 
 
-def save(run: Run) -> events.Command | None:
+def save(run: Run) -> Command | None:
     """Write a checkpoint. Return what the control says then. Raises CheckpointError (`saving`)."""
 
     def write() -> None:

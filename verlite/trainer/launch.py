@@ -9,12 +9,10 @@ at the same time and a wrong path is reported at once. `build.py` has everything
 """
 
 import copy
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from verlite.config import debug
@@ -25,7 +23,6 @@ from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, current
 from verlite.controller.placement import Placement, device_kind, reserve
 from verlite.controller.stacks import answer_requests
-from verlite.controller.stop import Stop
 from verlite.controller.worker_actor import import_ahead
 from verlite.controller.worker_start import prestart
 from verlite.machine import visible_gpus
@@ -33,10 +30,10 @@ from verlite.spec.catalog import ENGINES
 from verlite.trainer.checkpoints import Checkpoint
 from verlite.trainer.checks import cluster_wait_s
 from verlite.trainer.display import Display
-from verlite.trainer.ending import end_at_once
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.opening import environment, in_run_directory, rl_preflight
 from verlite.trainer.preflight import FILES, Preflight, walk
+from verlite.trainer.stop import Stop
 from verlite.workers.roles import ROLES
 
 DRIVER_PRELOAD = "verlite.trainer.build"
@@ -75,7 +72,7 @@ def launched(loaded: Loaded, stop: Stop) -> Iterator[Launch]:
         REFUSED, CheckpointError: see `preflight.walk`.
         NoCluster, ResourcesMissing: see `connect` and `reserve`.
     """
-    display = Display(log=lambda text: stop.log(text))  # `begin` sets stop.log
+    display = Display(log=stop.log)
     stop.where = display.where
     found = rl_preflight(loaded.config)
     found.say = display.info
@@ -142,7 +139,7 @@ def connect_ray(config: Config, plan: Plan, address: str | None, stop: Stop) -> 
         stops_at_failures=debug.stops_at_failures(config),
         wait_s=cluster_wait_s(config),
         preload=[name for role in plan.roles for name in preloads(role)] if forkable else [],
-        on_lost=functools.partial(end_at_once, stop, Path(config.trainer.default_local_dir)),
+        on_lost=stop.end_at_once,
         warn=stop.warn,
     )
 

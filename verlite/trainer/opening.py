@@ -23,14 +23,13 @@ from verlite.config.plan import make_plan
 from verlite.config.schema import Config
 from verlite.config.sft import TuningConfig
 from verlite.controller import supervisor_file
-from verlite.controller.stop import Stop
 from verlite.files import RetryingWriter, free_text
 from verlite.importing import names_a_file
 from verlite.trainer import checkpoints
-from verlite.trainer.ending import begin, reported_first
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.preflight import DIRECTORY, PHASES, RL, ROWS, Findings, Preflight, walk
 from verlite.trainer.run_record import changed_keys, write_config
+from verlite.trainer.stop import Stop
 from verlite.trainer.tracking import METRICS, Tracking
 
 
@@ -71,9 +70,9 @@ def in_run_directory(found: Preflight, stop: Stop) -> Iterator[None]:
         return
     walk(found, DIRECTORY)
     with found.lock:
-        begin(stop, found.run_dir)
+        stop.begin(found.run_dir)
         stop.checkpoint = partial(checkpoint_text, found.config, time.time())
-        with reported_first(stop, found.run_dir):
+        with stop.reported_first():
             yield
 
 

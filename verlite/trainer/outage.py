@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from verlite.config.plan import scores_remotely
-from verlite.control.events import Answered, CheckHealth, Health, Outage, Resample
+from verlite.control.commands import CheckHealth, Do
+from verlite.control.machine import Machine, Outage
 from verlite.protocol.data import DataProto
 from verlite.rewards.remote import UNAVAILABLE
 from verlite.rollout.types import Status
@@ -33,12 +34,12 @@ def wait_for_services(run: Run, batch: DataProto) -> bool:
     `reward.max_error_rate` (rewards) allows. The control decides how long to wait for it.
     """
     outage, health = _find_outage(run, batch)
-    following = run.tell(Answered(outage))
+    following = run.tell(Machine.answered, outage)
     while isinstance(following, CheckHealth):
         time.sleep(following.after_s)
         # Every worker checks from its own machine. A stop request ends the step here.
-        following = run.tell(Health(any(call_engines(run, health, False))))
-    return following == Resample()
+        following = run.tell(Machine.health, any(call_engines(run, health, False)))
+    return following is Do.RESAMPLE
 
 
 def _waits_for_tools(run: Run) -> bool:
@@ -59,19 +60,21 @@ def _find_outage(
     if _waits_for_tools(run):
         failures = tool_failures(batch)
         if len(failures) / len(batch) > config.actor_rollout_ref.rollout.max_error_rate:
-            limit_s = config.retriever.outage_wait_s
-            outage = Outage("tools", "tools", len(failures), len(batch), failures[0], limit_s)
+            outage = Outage(
+                "tools", _lost(batch, "tools", failures), config.retriever.outage_wait_s
+            )
             return outage, run.rollout.tool_health
     if _waits_for_rewards(run):
         failures = _reward_failures(batch)
         scored = int((batch.non_tensor_batch["status"] != Status.ERROR).sum())
         if len(failures) / max(1, scored) > config.reward.max_error_rate:
-            limit_s = config.reward.remote.outage_wait_s
-            outage = Outage(
-                "rewards", "reward service", len(failures), len(batch), failures[0], limit_s
-            )
-            return outage, run.rollout.reward_health
+            lost, limit_s = _lost(batch, "rewards", failures), config.reward.remote.outage_wait_s
+            return Outage("reward service", lost, limit_s), run.rollout.reward_health
     return None, list
+
+
+def _lost(batch: DataProto, what: str, failures: list[str]) -> str:
+    return f"{len(failures)} of {len(batch)} samples lost their {what} ({failures[0]})"
 
 
 def _reward_failures(batch: DataProto) -> list[str]:

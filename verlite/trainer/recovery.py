@@ -12,7 +12,8 @@ run therefore ends.
 
 import time
 
-from verlite.control.events import EnginesDied, EnginesRestarted, Fail, RestartFailed
+from verlite.control.commands import Fail
+from verlite.control.machine import Machine
 from verlite.controller.failures import KINDS, RankDied, StuckError, WorkerError
 from verlite.controller.worker_group import group
 from verlite.trainer.run import Run
@@ -41,7 +42,7 @@ def restart_engines(run: Run, died: RankDied) -> None:
         names = ", ".join(worker.name for worker in dead)
         cause = str(died).splitlines()[0]
         by_samples = died.error.kind == KINDS["EngineDied"]
-        following = run.tell(EnginesDied(len(dead), names, cause, by_samples))
+        following = run.tell(Machine.engines_died, len(dead), names, cause, by_samples)
         if isinstance(following, Fail):
             raise _first_cause(step.first_death, following)
         try:
@@ -57,11 +58,11 @@ def restart_engines(run: Run, died: RankDied) -> None:
         except (WorkerError, StuckError) as error:
             if error.role != engines.role:
                 raise
-            following = run.tell(RestartFailed(str(error)))
+            following = run.tell(Machine.restart_failed, str(error))
             assert isinstance(following, Fail)
             raise _first_cause(step.first_death, following) from error
     run.actor.engine_restarted()
-    run.tell(EnginesRestarted())
+    run.tell(Machine.engines_restarted)
     run.metrics["perf/engine_restarts"] = float(run.stop.machine.restarts)
 
 

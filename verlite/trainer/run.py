@@ -12,10 +12,10 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import code_contents, critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.control import events
+from verlite.control.commands import BeginStep, Command, Do
+from verlite.control.machine import Machine
 from verlite.control.policy import Policy
 from verlite.controller.failures import WorkerError
-from verlite.controller.stop import Stop
 from verlite.controller.worker_group import group
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
@@ -30,6 +30,7 @@ from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups
 from verlite.trainer.metrics import Metrics, Stopwatch
+from verlite.trainer.stop import Event, P, Stop
 from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
 from verlite.workers.actor import ActorWorker
@@ -169,12 +170,12 @@ class Run:
     @property
     def resumed_step(self) -> int:
         """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
-        return self.stop.machine.resumed
+        return self.stop.machine.resumed_step
 
     @property
     def saved_step(self) -> int:
         """Step of the newest checkpoint in the run directory."""
-        return self.stop.machine.saved
+        return self.stop.machine.saved_step
 
     def begin(self, saved: int = 0) -> None:
         """Tell the machine what the run wants, and where it begins.
@@ -198,18 +199,17 @@ class Run:
             deadline=deadline(trainer.max_runtime),
         )
         self.stop.screen = self.display
-        self.stop.tell(
-            events.Begins(policy, self.step, saved, *longest(trainer.max_runtime, self.run_dir))
-        )
+        longest_s = longest(trainer.max_runtime, self.run_dir)
+        self.stop.tell(Machine.begins, policy, self.step, saved, longest_s)
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left. End early if a stop is requested."""
-        while isinstance(command := self.tell(events.StepWanted()), events.BeginStep):
+        while isinstance(command := self.tell(Machine.step_wanted), BeginStep):
             self.previous = self.current
-            self.current = StepState(number=command.step, sampler_state=self.sampler.state_dict())
+            self.current = StepState(command.step, sampler_state=self.sampler.state_dict())
             yield self.step
 
-    def tell(self, event: events.Event) -> events.Command | None:
+    def tell(self, event: Event[P], *values: P.args, **named: P.kwargs) -> Command | None:
         """Tell the machine what happened, and do what it says. Return what the loop does next.
 
         Raises:
@@ -217,19 +217,19 @@ class Run:
                 where the step or the validation began.
             KeyboardInterrupt: a stop was requested, and nothing has to be saved.
         """
-        return self.obey(self.stop.tell(event))
+        return self.obey(self.stop.tell(event, *values, **named))
 
-    def obey(self, commands: list[events.Command]) -> events.Command | None:
+    def obey(self, commands: list[Command]) -> Command | None:
         """End the engines if the machine says so, which frees their device memory for the
         checkpoint, after a last look at the samples that run. Return the command that is left."""
         following = None
         for command in commands:
-            if isinstance(command, (events.GiveUp, events.EndEngines)):
+            if command in (Do.GIVE_UP, Do.END_ENGINES):
                 if self.groups is not None:
                     self.groups.look(self.workers["rollout"])
                 engines = group(self.workers["rollout"])
                 engines.supervisor.stop(engines.workers)
-            if isinstance(command, events.GiveUp):
+            if command is Do.GIVE_UP:
                 raise StepAborted
             following = command
         return following
@@ -240,7 +240,7 @@ class Run:
         Raises:
             StepAborted, KeyboardInterrupt: see `tell`.
         """
-        self.tell(events.Polled())
+        self.tell(Machine.polled)
 
     def begin_update(self) -> None:
         """From here on the step must be finished: its updates cannot be undone.
@@ -248,7 +248,7 @@ class Run:
         Raises:
             StepAborted: a stop was requested before.
         """
-        self.tell(events.UpdateBegins())
+        self.tell(Machine.update_begins)
 
     def undo_step(self) -> None:
         """Return to the end of the last finished step.

@@ -10,20 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from verlite.control.events import (
-    Command,
-    Event,
-    Exit,
-    Export,
-    Exported,
-    Fail,
-    LoopEnds,
-    Save,
-    Saved,
-    SaveFailed,
-)
+from verlite.control.commands import Command, Do, Exit, Fail
 from verlite.control.exit_codes import STOPPED
-from verlite.controller.stop import Stop
+from verlite.control.machine import Machine
 from verlite.files import RetryingWriter, read_text, replace_file
 from verlite.trainer import checkpoints
 from verlite.trainer.checkpoints import CheckpointError
@@ -31,6 +20,7 @@ from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete
 from verlite.trainer.run_record import CONFIG
+from verlite.trainer.stop import Event, P, Stop
 from verlite.trainer.tracking import METRICS, MetricsFile, set_aside
 
 if TYPE_CHECKING:
@@ -71,7 +61,7 @@ class Saving(Protocol):
     @property
     def stopwatch(self) -> "Stopwatch": ...
 
-    def tell(self, event: Event) -> Command | None: ...
+    def tell(self, event: Event[P], *values: P.args, **named: P.kwargs) -> Command | None: ...
 
 
 def save(
@@ -100,10 +90,10 @@ def save(
         except CheckpointError as error:
             failure = error
     if failure is None:
-        following = agreed(run.tell(Saved()))
+        following = agreed(run.tell(Machine.saved))
         checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
         return following
-    following = agreed(run.tell(SaveFailed(str(failure))))
+    following = agreed(run.tell(Machine.save_failed, str(failure)))
     if isinstance(following, Fail):
         raise CheckpointError(following.reason or str(failure)) from failure
     return following
@@ -131,13 +121,13 @@ def finalize(
     Raises:
         CheckpointError: the steps since the last checkpoint, or the model, cannot be written.
     """
-    following = run.tell(LoopEnds())
-    if following == Save():
+    following = run.tell(Machine.loop_ends)
+    if following is Do.SAVE:
         following = save()
-    if following == Export():
+    if following is Do.EXPORT:
         with run.display.phase("writing Hugging Face export"):
             export()
-        following = run.tell(Exported())
+        following = run.tell(Machine.exported)
     assert isinstance(following, Exit)
     if following.code == STOPPED:
         run.display.info(

@@ -40,7 +40,7 @@ SAMPLES_EVERY = 10
 SAMPLES_SENT = 32
 FINISH_S = 10.0
 """How long the trackers may take to send their last metrics, all at the same time. The process ends
-20 s after the last step (`controller.stop.LEAVE_S`)."""
+20 s after the last step (`control.limits.LEAVE_S`)."""
 
 
 class MetricsFile:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-from verlite.control.events import WeightsGiven
+from verlite.control.machine import Machine
 from verlite.controller.failures import RankDied
 from verlite.controller.worker_group import submit
 from verlite.protocol.metrics import Metrics
@@ -116,7 +116,7 @@ def replace_engines(run: Run, died: RankDied) -> None:
     if run.groups is not None and run.groups.publication_is_due:
         return
     give_weights(run, run.version)
-    run.tell(WeightsGiven())
+    run.tell(Machine.weights_given)
 
 
 def _probe_limit(run: Run) -> float | None:
