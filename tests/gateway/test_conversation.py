@@ -22,7 +22,7 @@ class Naive:
         begins = [
             (len(entry[column]), number)
             for number, entry in self.answered
-            if 0 < len(entry[column]) < len(request)
+            if 0 < len(entry[column]) <= len(request)
             and request[: len(entry[column])] == entry[column]
         ]
         longest = max((length for length, _ in begins), default=0)

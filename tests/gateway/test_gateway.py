@@ -661,7 +661,7 @@ def test_what_cannot_be_answered_is_refused(path, body, text):
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '{"x": 1}', {"x": 1}])
 def test_arguments_of_calls_become_objects_where_they_can_be_read(arguments):
     call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
-    asked = read_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    asked = read_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]}, {})
     (found,) = asked.messages[0]["tool_calls"]
     expected = {"x": 1} if "x" in arguments else arguments
     assert found["function"] == {"name": "f", "arguments": expected}

@@ -7,16 +7,17 @@ from tests.mutants.patches import calls, returns
 
 RECORD = "verlite.gateway.conversation:"
 GATEWAY = "verlite.gateway.server:"
-OPENAI = "verlite.gateway.openai:"
+DIALECT = "verlite.gateway.dialect:"
 AGENTS = "verlite.gateway.agents:"
 CHAT = "verlite.envs.chat:"
 GRAPH = ("tests/gateway/test_conversation.py",)
 SERVER = ("tests/gateway/test_gateway.py",)
+DIALECTS = ("tests/gateway/test_dialects.py",)
 PROGRAMS = ("tests/gateway/test_agents.py::test_a_program_that_fails_is_an_unscored_sample",)
 
 
-def _first_candidate(original, self, messages):
-    found = original(self, messages)
+def _first_candidate(original, self, messages, named=None):
+    found = original(self, messages, named)
     if found.candidates < 2:
         return found
     answered = [node for node in self.nodes if node.state == "answered"]
@@ -27,11 +28,19 @@ def _aborted_as_answered(original, self, node):
     self.answer(node, [], [], [], "stop", ())
 
 
-def _rendered_again(original, self, record, asked):
-    match, given, rewritten = original(self, record, asked)
+def _rendered_again(original, self, asked, match):
+    given, rewritten = original(self, asked, match)
     if match.parent is None or rewritten:
-        return match, given, rewritten
-    return match, record.nodes and self._engine.tokenizer.encode("again"), rewritten
+        return given, rewritten
+    return self._engine.tokenizer.encode("again"), rewritten
+
+
+async def _in_the_loop(original, self, function, *arguments):
+    return function(*arguments)
+
+
+def _lost_results(original, message, where, names):
+    return [one for one in original(message, where, names) if one["role"] != "tool"]
 
 
 def _same_seed(original, sampling, turn):
@@ -79,9 +88,33 @@ MUTANTS = [
     ),
     Mutant(
         "new messages are encoded without the template",
-        GATEWAY + "Gateway._encode",
+        GATEWAY + "Gateway._encode_chat",
         calls(_rendered_again),
         SERVER,
+    ),
+    Mutant(
+        "long texts are encoded in the event loop",
+        GATEWAY + "Gateway._in_thread",
+        calls(_in_the_loop),
+        DIALECTS,
+    ),
+    Mutant(
+        "previous_response_id does not tell equal answers apart",
+        RECORD + "Session.match",
+        calls(lambda original, self, messages, named=None: original(self, messages)),
+        DIALECTS,
+    ),
+    Mutant(
+        "tool results in Anthropic's messages are lost",
+        "verlite.gateway.anthropic:_message",
+        calls(_lost_results),
+        DIALECTS,
+    ),
+    Mutant(
+        "fields without effect are not counted",
+        DIALECT + "ignored",
+        returns(()),
+        DIALECTS,
     ),
     Mutant(
         "all requests of a session have one seed",
@@ -91,7 +124,7 @@ MUTANTS = [
     ),
     Mutant(
         "calls of equal answers have equal ids",
-        OPENAI + "_calls",
+        DIALECT + "_calls",
         calls(lambda original, texts, number: original(texts, 0)),
         SERVER,
     ),

@@ -91,7 +91,7 @@ class Chat:
         if not written.startswith(start):
             raise TemplateError(
                 f"the chat template writes earlier messages differently after a "
-                f"{after[-1].get('role')} message, so turns cannot be appended:\n"
+                f"{(after or before)[-1].get('role')} message, so turns cannot be appended:\n"
                 f"  appended:    {start!r}\n  by template: {written!r}"
             )
         return written.removeprefix(start)

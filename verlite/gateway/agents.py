@@ -146,5 +146,5 @@ def as_trajectory(session: OpenSession, prompt_ids: list[int]) -> Trajectory:
     if leaf is not None and leaf.finish_reason == "length":
         trajectory.status = Status.LENGTH
     trajectory.gen_seconds = session.engine_seconds
-    trajectory.session = session.record.ledger() | {"refused": session.refused}
+    trajectory.session = session.ledger()
     return trajectory

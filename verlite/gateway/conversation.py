@@ -6,9 +6,9 @@ path to a leaf. A program that talks to the model turn by turn makes one branch;
 and a compacted history make several.
 
 The next request of a conversation is found by its messages, or by its tokens if it is given as
-tokens. It continues the answered node whose messages and answer are its longest beginning, and only
-the rest is encoded. What the model sampled is never encoded again. A request begins a branch of its
-own, with all its tokens given, if
+tokens. It continues the answered node whose messages and answer are its longest beginning, or all
+of it, and only the rest is encoded. What the model sampled is never encoded again. A request begins
+a branch of its own, with all its tokens given, if
 
 - no answered node begins it (`Root.NEW`): a sub-agent, a compacted or edited history;
 - the chat template would write earlier messages in another way (`Root.REWRITTEN`);
@@ -114,17 +114,19 @@ class Session:
         self.nodes: list[Node] = []
         self._answered: dict[bytes, list[Node]] = {}
 
-    def match(self, messages: Sequence[str]) -> Match:
+    def match(self, messages: Sequence[str], named: int | None = None) -> Match:
         """Find what a request continues. Changes nothing.
 
         Args:
             messages: each message of the request as text that is equal for equal messages. What
                 else the prompt depends on, such as tools, comes first.
+            named: number of the node that the request says it continues, where several begin it.
         """
         digests = _digests(messages)
-        for known in range(len(messages) - 1, 0, -1):  # at least one message is new
+        for known in range(len(messages), 0, -1):
             found = self._answered.get(digests[known - 1], [])
             if found:
+                found = [node for node in found if node.number == named] or found
                 parent = found[0] if len(found) == 1 else None
                 return Match(parent, known, len(found))
         return Match(None, 0, 0)
@@ -132,14 +134,16 @@ class Session:
     def match_tokens(self, ids: Sequence[int]) -> Match:
         """Find what a request continues that is given as tokens: the answered nodes whose context
         is its longest beginning. Changes nothing."""
-        found: list[Node] = []
-        known = 1
+        ends: dict[int, int] = {}  # length of each context that begins it
         for node in self.nodes:
-            context = node.context if node.state is State.ANSWERED else []
-            if known <= len(context) < len(ids) and list(ids[: len(context)]) == context:
-                found = [node, *(found if len(context) == known else [])]
-                known = len(context)
-        return Match(found[0] if len(found) == 1 else None, known if found else 0, len(found))
+            begin = ends.get(node.parent.number) if node.parent else 0
+            if begin is not None and node.state is State.ANSWERED:
+                tokens = [*node.given, *node.sampled]
+                if list(ids[begin : begin + len(tokens)]) == tokens:
+                    ends[node.number] = begin + len(tokens)
+        known = max(ends.values(), default=0)
+        found = [self.nodes[number] for number, end in ends.items() if end == known]
+        return Match(found[0] if len(found) == 1 else None, known, len(found))
 
     def begin(self, match: Match, given: Sequence[int], rewritten: bool = False) -> Node:
         """Add a running request.

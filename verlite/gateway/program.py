@@ -1,7 +1,7 @@
 """Run an agent program for one sample, in a process of its own with limits.
 
 The program gets its task as JSON in VERLITE_TASK and on its input, and the address and key of its
-session in OPENAI_BASE_URL and OPENAI_API_KEY, which OpenAI's clients read. `verlite.rewards.keeper`
+session in the variables that OpenAI's and Anthropic's clients read. `verlite.rewards.keeper`
 watches over it, as over reward functions: it ends with this process, and everything that it started
 ends with it.
 """
@@ -135,7 +135,12 @@ def _variables(task: str, base_url: str, token: str, allowed: Sequence[str]) -> 
     variables = without_secrets(os.environ, allowed)
     for name in ("NO_PROXY", "no_proxy"):  # the gateway is on this machine
         variables[name] = ",".join(filter(None, (variables.get(name), "127.0.0.1")))
-    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": token}
+    own = {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": token,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": token,
+    }
     if len(task.encode()) <= MAX_VARIABLE:
         own["VERLITE_TASK"] = task
     return variables | own | {COUNT: "1", "PYTHONBREAKPOINT": REFUSE}

@@ -1,5 +1,5 @@
 """An HTTP server on loopback in front of a generation engine: a session per sample, each with a
-`base_url` and a token of its own, which any client of OpenAI's protocol can use.
+`base_url` and a token of its own, which clients of OpenAI, Anthropic and vLLM can use (`DIALECTS`).
 
     async with Gateway(engine, longest=4096) as gateway:
         session = gateway.open(Sampling(max_tokens=512))
@@ -9,13 +9,20 @@
 
 An answer is sampled as a whole, also for a stream, which begins when it is complete. A client that
 disconnects before aborts its request. Requests of one session may run in parallel.
+
+Texts are encoded in a thread, one at a time and in the order of arrival: a long one takes seconds,
+in which other sessions are answered. What a request continues is decided when it arrives, before it
+waits for its turn: it cannot continue an answer that was not there yet.
 """
 
 import asyncio
 import json
+import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -24,19 +31,11 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from verlite.envs.chat import Chat, TemplateError
+from verlite.gateway.anthropic import MESSAGES
 from verlite.gateway.conversation import Match, Node, Session
-from verlite.gateway.openai import (
-    Asked,
-    Choice,
-    Refused,
-    choice,
-    events,
-    read_chat,
-    read_completion,
-    write,
-    write_error,
-    write_models,
-)
+from verlite.gateway.dialect import Asked, Choice, Dialect, Json, Refused, choice
+from verlite.gateway.openai import CHAT, COMPLETIONS, GENERATE, write_models
+from verlite.gateway.responses import RESPONSES
 from verlite.http.server import GONE, application, bind, parse_object, read_body, serving, url
 from verlite.rollout.types import Completion, Engine, Sampling, with_seed
 
@@ -44,8 +43,23 @@ MAX_BODY = 16 << 20
 """Bytes of a request."""
 MAX_REQUESTS = 1000
 """Requests of one session."""
+MAX_CONNECTIONS = 4096
+"""Open connections of all sessions: a thousand programs with a few requests in parallel each."""
+KEEP_ALIVE_S = 75
+"""Seconds for which an idle connection is kept. Clients keep theirs for less, so none of them sends
+a request while the connection is closed. httpx, which OpenAI's and Anthropic's use: 5 s."""
 LENGTH = "context_length_exceeded"
 """OpenAI's code of a request that leaves no room for an answer."""
+DIALECTS = {
+    "v1/chat/completions": CHAT,
+    "v1/completions": COMPLETIONS,
+    "v1/responses": RESPONSES,
+    "v1/messages": MESSAGES,
+    "v1/messages/count_tokens": MESSAGES,
+    "inference/v1/generate": GENERATE,
+}
+"""By path of a session. Anthropic's clients get the session's address without /v1."""
+LOG = logging.getLogger(__name__)
 _EXAMPLE = '{"messages": [{"role": "user", "content": "Hello"}]}'
 
 
@@ -60,6 +74,9 @@ class OpenSession:
         sampling: of each answer; `max_tokens` limits each.
         waits_for: called with "the engine" before a wait for it, and with "the program" after.
         record: all requests.
+        said: messages up to each answer that later requests can name, and its own, by its
+            node's number.
+        ignored: how many requests had a field that has no effect, by the field's name.
         failed: gets the exception after which the sample cannot go on: of the engine.
         refused: requests that left no room for an answer.
         engine_seconds: time that requests waited for the engine.
@@ -71,12 +88,19 @@ class OpenSession:
     sampling: Sampling
     waits_for: Callable[[str], None]
     record: Session = field(default_factory=Session)
+    said: dict[int, list[Json]] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
     failed: "asyncio.Future[None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     refused: int = 0
     engine_seconds: float = 0.0
     running: "set[asyncio.Future[Any]]" = field(default_factory=set)
+
+    def ledger(self) -> dict[str, int]:
+        """Return what became of the requests."""
+        ignored = self.ignored.total()
+        return self.record.ledger() | {"refused": self.refused, "ignored_fields": ignored}
 
     def fail(self, error: Exception) -> None:
         if not self.failed.done():
@@ -102,18 +126,23 @@ class Gateway:
         self._template_kwargs = dict(template_kwargs or {})
         self._sessions: dict[str, OpenSession] = {}
         self._address = ""
+        self._encoder = ThreadPoolExecutor(1, "encoder")
+        self._warned: set[str] = set()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         bound = bind("127.0.0.1", 0)
         self._address = url(bound)
-        await self._stack.enter_async_context(serving(self._application(), bound))
+        app = self._application()
+        limits = {"limit_concurrency": MAX_CONNECTIONS, "timeout_keep_alive": KEEP_ALIVE_S}
+        await self._stack.enter_async_context(serving(app, bound, **limits))
         return self
 
     async def __aexit__(self, *error: object) -> None:
         for session in list(self._sessions.values()):
             self.close(session)
         await self._stack.aclose()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
 
     def open(
         self, sampling: Sampling, waits_for: Callable[[str], None] = lambda what: None
@@ -141,32 +170,31 @@ class Gateway:
 
         @app.exception_handler(HTTPException)
         async def explain(request: Request, error: HTTPException) -> Response:
-            body = write_error(str(error.detail), error.status_code)
+            body = _dialect(request).error(str(error.detail), error.status_code, None)
             return JSONResponse(body, error.status_code, error.headers)
 
         @app.exception_handler(Refused)
         async def refuse(request: Request, error: Refused) -> Response:
-            return JSONResponse(write_error(str(error), 400, error.code), 400)
+            return JSONResponse(_dialect(request).error(str(error), 400, error.code), 400)
 
         @app.get("/sessions/{name}/v1/models")
         async def models(name: str, request: Request) -> Any:
             self._find(name, request)
             return write_models(self._longest)
 
-        @app.post("/sessions/{name}/v1/chat/completions")
-        async def chat(name: str, request: Request) -> Response:
-            return await self._respond(name, request, read_chat)
+        async def respond(name: str, request: Request) -> Response:
+            return await self._respond(name, request, _dialect(request))
 
-        @app.post("/sessions/{name}/v1/completions")
-        async def completions(name: str, request: Request) -> Response:
-            return await self._respond(name, request, read_completion)
-
+        for path in DIALECTS:
+            app.post(f"/sessions/{{name}}/{path}")(respond)
         return app
 
     def _find(self, name: str, request: Request) -> OpenSession:
         """Return the session. Raises HTTPException: it does not exist, or the token is wrong."""
         session = self._sessions.get(name)
         given = request.headers.get("authorization", "")
+        if "x-api-key" in request.headers:  # as Anthropic's clients send it
+            given = f"Bearer {request.headers['x-api-key']}"
         wanted = f"Bearer {session.token}" if session else ""
         if session is None or not secrets.compare_digest(given.encode(), wanted.encode()):
             raise HTTPException(
@@ -174,13 +202,22 @@ class Gateway:
             )
         return session
 
-    async def _respond(
-        self, name: str, request: Request, read: Callable[[dict[str, Any]], Asked]
-    ) -> Response:
-        self._find(name, request)
-        asked = read(parse_object(await read_body(request, MAX_BODY), _EXAMPLE))
+    async def _respond(self, name: str, request: Request, dialect: Dialect) -> Response:
+        session = self._find(name, request)
+        body = parse_object(await read_body(request, MAX_BODY), _EXAMPLE)
+        asked = dialect.read(body, session.said)
+        for field_name in asked.ignored:
+            session.ignored[field_name] += 1
+            if field_name not in self._warned:
+                self._warned.add(field_name)
+                LOG.warning("requests have the field %.80r, which has no effect", field_name)
+        match, given, rewritten = await self._encode(session, asked)
         session = self._find(name, request)  # it may have been closed meanwhile
-        nodes, sampling = self._begin(session, asked)
+        parent = [] if match.parent is None or rewritten else match.parent.context
+        if request.url.path.endswith("/count_tokens"):
+            return JSONResponse({"input_tokens": len(parent) + len(given)})
+        sampling = self._sampling(session, asked, len(parent) + len(given))
+        nodes = [session.record.begin(match, given, rewritten) for _ in range(asked.n)]
         completions = await self._sample(session, nodes, sampling, request)
         choices = [
             self._answer(session, asked, sampling.stop, node, completion)
@@ -189,19 +226,33 @@ class Gateway:
         created = int(time.time())
         if asked.stream:
             return StreamingResponse(
-                events(asked, choices, created), media_type="text/event-stream"
+                dialect.events(asked, choices, created), media_type="text/event-stream"
             )
         # Escaped as in a stream: tool calls may have lone surrogates.
-        return Response(json.dumps(write(asked, choices, created)), media_type="application/json")
+        content = json.dumps(dialect.write(asked, choices, created))
+        return Response(content, media_type="application/json")
 
-    def _begin(self, session: OpenSession, asked: Asked) -> tuple[list[Node], Sampling]:
-        """Add a request to the record, once per answer. Raises Refused.
-
-        It never waits, so requests that run in parallel are recorded one after the other.
-        """
-        record = session.record
-        if len(record.nodes) + asked.n > MAX_REQUESTS:
+    def _sampling(self, session: OpenSession, asked: Asked, prompt: int) -> Sampling:
+        """Return how a request with so many tokens is answered. Raises Refused."""
+        if len(session.record.nodes) + asked.n > MAX_REQUESTS:
             raise Refused(f"a session has at most {MAX_REQUESTS} requests")
+        room = self._longest - prompt
+        if room < 1:
+            session.refused += 1
+            raise Refused(
+                f"the context has {prompt} tokens, of {self._longest} with the answer "
+                "(data.max_prompt_length + data.max_response_length)",
+                LENGTH,
+            )
+        return replace(
+            session.sampling,
+            max_tokens=min(session.sampling.max_tokens, asked.max_tokens or room, room),
+            stop=tuple(dict.fromkeys((*session.sampling.stop, *asked.stop))),
+        )
+
+    async def _encode(self, session: OpenSession, asked: Asked) -> tuple[Match, list[int], bool]:
+        """Return what a request continues, its new tokens, and whether the chat template would
+        write earlier messages in another way. Raises Refused."""
         said = [message["content"] for message in asked.messages if message["role"] != "assistant"]
         characters = sum(map(len, [*said, asked.prompt if isinstance(asked.prompt, str) else ""]))
         if characters > self._characters:  # encoding them would hold up all sessions
@@ -211,44 +262,32 @@ class Gateway:
                 "have (data.max_prompt_length + data.max_response_length)",
                 LENGTH,
             )
-        match, given, rewritten = self._encode(record, asked)
-        parent = [] if match.parent is None or rewritten else match.parent.context
-        room = self._longest - len(parent) - len(given)
-        if room < 1:
-            session.refused += 1
-            raise Refused(
-                f"the context has {len(parent) + len(given)} tokens, of {self._longest} with the "
-                "answer (data.max_prompt_length + data.max_response_length)",
-                LENGTH,
-            )
-        limits = (session.sampling.max_tokens, asked.max_tokens or room, room)
-        sampling = replace(
-            session.sampling,
-            max_tokens=min(limits),
-            stop=tuple(dict.fromkeys((*session.sampling.stop, *asked.stop))),
-        )
-        return [record.begin(match, given, rewritten) for _ in range(asked.n)], sampling
-
-    def _encode(self, record: Session, asked: Asked) -> tuple[Match, list[int], bool]:
-        """Return what a request continues, its new tokens, and whether the chat template would
-        write earlier messages in another way. Raises Refused."""
+        record = session.record
         if not asked.messages:
             ids = asked.prompt
             if isinstance(ids, str):
-                ids = self._engine.tokenizer.encode(ids)
+                ids = await self._in_thread(self._engine.tokenizer.encode, ids)
             match = record.match_tokens(ids)
             return match, ids[match.known :] if match.parent else ids, False
+        match = record.match(asked.keys, asked.continues)
+        return match, *await self._in_thread(self._encode_chat, asked, match)
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+
+    def _encode_chat(self, asked: Asked, match: Match) -> tuple[list[int], bool]:
+        """Return the tokens after the parent's, or all and whether it was rewritten. Raises
+        Refused."""
         try:
             options = self._template_kwargs | asked.template_kwargs
             chat = Chat(self._engine.tokenizer, asked.tools, options)
-            match = record.match(asked.keys)
             rewritten = False
             if match.parent is not None:
                 try:
-                    return match, self._continue(chat, asked, match, match.parent), False
+                    return self._continue(chat, asked, match, match.parent), False
                 except TemplateError:
                     rewritten = True
-            return match, chat.encode_messages(chat.render, asked.messages), rewritten
+            return chat.encode_messages(chat.render, asked.messages), rewritten
         except TemplateError as error:
             raise Refused(str(error)) from error
 
@@ -314,10 +353,14 @@ class Gateway:
     ) -> Choice:
         """Record an answer, and return it as the program sees it."""
         text = self._text(completion.ids)
-        text = text[: min((text.index(string) for string in stop if string in text), default=None)]
+        places = [(text.index(string), string) for string in stop if string in text]
+        end, stopped_by = min(places, default=(None, None))
+        text = text[:end]
+        stopped_by = stopped_by if stopped_by in asked.stop else None
         shown = completion.ids if asked.logprobs else []
         tokens = [str(self._engine.tokenizer.decode([token])) for token in shown]
-        found = choice(node, text, tokens, completion.finish_reason, bool(asked.tools))
+        reason = completion.finish_reason
+        found = choice(node, text, tokens, reason, stopped_by, bool(asked.tools))
         session.record.answer(
             node,
             completion.ids,
@@ -326,6 +369,9 @@ class Gateway:
             completion.finish_reason,
             [*asked.keys, found.key] if asked.messages else (),
         )
+        if asked.store:
+            told = asked.messages[asked.instructions :]
+            session.said[node.number] = [*told, found.as_read]
         return found
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -336,3 +382,8 @@ async def _disconnected(request: Request) -> None:
     """Return once the client has disconnected. Its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _dialect(request: Request) -> Dialect:
+    """Return that of a request's path; for others, that of most clients."""
+    return DIALECTS.get("/".join(request.url.path.split("/")[3:]), CHAT)

@@ -198,7 +198,8 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 class HTTPServer(uvicorn.Server):
     """A uvicorn server with limits that prints a line when it is ready, unless it is ""."""
 
-    def __init__(self, app: FastAPI, line: str) -> None:
+    def __init__(self, app: FastAPI, line: str, **limits: int) -> None:
+        options: dict[str, Any] = {"limit_concurrency": MAX_CONNECTIONS} | limits
         super().__init__(
             uvicorn.Config(
                 app,
@@ -207,9 +208,9 @@ class HTTPServer(uvicorn.Server):
                 log_level="warning",
                 use_colors=False,
                 access_log=False,
-                limit_concurrency=MAX_CONNECTIONS,
                 server_header=False,
                 timeout_graceful_shutdown=STOP_S,
+                **options,
             )
         )
         self._line = line
@@ -229,9 +230,12 @@ class _Beside(HTTPServer):
 
 
 @asynccontextmanager
-async def serving(app: FastAPI, bound: socket.socket) -> AsyncIterator[None]:
-    """Serve in this event loop meanwhile. At the end requests in progress are cancelled."""
-    server = _Beside(app, "")
+async def serving(app: FastAPI, bound: socket.socket, **limits: int) -> AsyncIterator[None]:
+    """Serve in this event loop meanwhile. At the end requests in progress are cancelled.
+
+    limits: uvicorn's `limit_concurrency` and `timeout_keep_alive`.
+    """
+    server = _Beside(app, "", **limits)
     server.config.lifespan = "off"
     task = asyncio.create_task(server.serve([bound]))
     while not (server.started or task.done()):
