@@ -82,13 +82,13 @@ MUTANTS = [
     Mutant("prompts are padded on the right", RAGGED + "pad", calls(_left_is_right), (TOKENS,)),
     Mutant(
         "padding is recognized by its token id",
-        RAGGED + "_model_inputs",
+        RAGGED + "model_inputs",
         calls(_padding_by_id),
         (TOKENS,),
     ),
     Mutant(
         "positions count padding",
-        RAGGED + "_model_inputs",
+        RAGGED + "model_inputs",
         calls(_positions_over_padding),
         (TOKENS,),
     ),

@@ -12,14 +12,20 @@ from verlite.spec.catalog import AGGREGATION_MODES
 
 
 def token_weights(
-    response_mask: Tensor, mode: str, *, tokens: int, sequences: int, scale: float | None = None
+    response_mask: Tensor,
+    mode: str,
+    *,
+    tokens: int,
+    sequences: int,
+    scale: float | None = None,
+    row_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of each token's loss, [b, R] float32, 0 where the mask is 0.
 
     token-mean               1 / tokens (DAPO, arXiv:2503.14476, eq. 12)
     token-sum                1
     seq-mean-token-sum       1 / sequences
-    seq-mean-token-mean      1 / (sequences * tokens of this row) (GRPO, arXiv:2402.03300, eq. 3)
+    seq-mean-token-mean      1 / (sequences * row_tokens) (GRPO, arXiv:2402.03300, eq. 3)
     seq-mean-token-sum-norm  1 / (sequences * scale) (Dr. GRPO, arXiv:2503.20783)
 
     Args:
@@ -27,7 +33,9 @@ def token_weights(
         mode: one of catalog.AGGREGATION_MODES.
         tokens: trainable tokens of the whole optimizer step, over all ranks. If it is 0, all
             weights are 0.
-        sequences: rows of the optimizer step with at least one trainable token, over all ranks.
+        sequences: samples of the optimizer step with at least one trainable token, over all ranks.
+        row_tokens: [b] trainable tokens of each row, and of the rows that belong to the same
+            sample (protocol.branches). None: of the row.
         scale: divisor of seq-mean-token-sum-norm, a constant such as the maximum response length.
 
     Raises:
@@ -43,7 +51,8 @@ def token_weights(
     if mode == "seq-mean-token-sum":
         return mask / sequences
     if mode == "seq-mean-token-mean":
-        return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * sequences)
+        own = mask.sum(-1) if row_tokens is None else row_tokens
+        return mask / (own.clamp(min=1)[:, None] * sequences)
     if mode == "seq-mean-token-sum-norm":
         if scale is None or scale <= 0:
             raise ValueError(

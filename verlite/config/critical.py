@@ -215,7 +215,8 @@ def critical_settings(config: Config) -> dict[str, Any]:
 
 def _agent(config: Config) -> dict[str, Any]:
     """Return the settings of agent programs, without those that only time and machines decide."""
-    settings = {f"agent.{name}": getattr(config.agent, name) for name in ("command", "reward")}
+    names = ("command", "reward", "credit")
+    settings = {f"agent.{name}": getattr(config.agent, name) for name in names}
     lengths = ("max_prompt_length", "max_response_length")
     return settings | {f"data.{name}": getattr(config.data, name) for name in lengths}
 

@@ -627,6 +627,16 @@ def program_words(command: str | None) -> list[str]:
         return []
 
 
+def is_credit(rule: str) -> bool:
+    """Return whether agent.credit is legal."""
+    if rule in ("graph", "branch"):
+        return True
+    try:
+        return 0 < float(rule) <= 1
+    except ValueError:
+        return False
+
+
 def scores_itself(config: Config) -> bool:
     """Return whether agent programs score their samples."""
     return config.agent.command is not None and config.agent.reward == "program"

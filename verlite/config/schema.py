@@ -1696,6 +1696,12 @@ class AgentConfig:
         "with score. function: the reward function, from the model's texts.",
         choices=("program", "function"),
     )
+    credit: str = program_key(
+        "graph",
+        "Advantage of the model's tokens. graph: that of the sample. branch: the branches of a "
+        "sample (sub-agents, retries) weigh the same, whatever their length. A number above 0, "
+        "such as 0.9: the sample's advantage times this number for each later answer.",
+    )
     timeout_s: float = program_key(
         600.0,
         "Longest time for one sample, in seconds. After that its program is killed, and the sample "

@@ -44,7 +44,7 @@ class Counts:
     """Totals over all rows of all ranks in one optimizer step.
 
     tokens: trainable tokens.
-    sequences: rows with at least one trainable token.
+    sequences: samples with at least one trainable token.
     """
 
     tokens: int
@@ -296,12 +296,11 @@ class TrainEngine:
             )
         self.model.train()
         own = batch.batch
-        mask = own["response_mask"]
         rows, _ = self._gather_rows(own)
         held = self._held
         parts = micro.split(rows) if held is None else []
         (tokens, sequences), passes = self._sum_and_max(
-            self._count(mask), len(parts if held is None else held)
+            self._count(own), len(parts if held is None else held)
         )
         counts = Counts(tokens, sequences)
         sums: dict[str, Tensor] = {}
@@ -349,7 +348,7 @@ class TrainEngine:
         own = [0, 0]
         if is_counted:
             for rows, outputs in held:
-                own = [a + b for a, b in zip(own, self._count(rows["response_mask"]), strict=True)]
+                own = [a + b for a, b in zip(own, self._count(rows), strict=True)]
                 given = {name: values.to(self.device) for name, values in outputs.items()}
                 with torch.no_grad():
                     loss, metrics = loss_fn(rows.to(self.device), given, counts)
@@ -397,9 +396,10 @@ class TrainEngine:
             return {}  # the group's first rank counts the rows that the group shares
         return {name: value.detach() for name, value in ({"loss": loss} | metrics).items()}
 
-    def _count(self, mask: Tensor) -> list[int]:
-        """Return the trainable tokens, and the rows that have one."""
-        return [int(mask.sum()), int(mask.any(-1).sum())]
+    def _count(self, rows: TensorDict) -> list[int]:
+        """Return the trainable tokens, and the samples that have one."""
+        mask = rows["response_mask"]
+        return [int(mask.sum()), int(rows.get("first_branch", mask.any(-1)).sum())]
 
     def _clip(self) -> float:
         """Clip the gradients; return their norm before."""

@@ -1,7 +1,7 @@
 """Sample with agent programs: a session of the gateway and a process for each sample.
 
-A session becomes one trajectory: the branch on which the model wrote the most. In a session without
-branches that is everything. Tokens that the model wrote on other branches are counted, not trained.
+A session becomes one trajectory, with all its branches one after the other: each token that the
+model wrote is trained once.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-from verlite.gateway.conversation import Node
 from verlite.gateway.program import ProgramError, run, score_of
 from verlite.gateway.server import Gateway, OpenSession
 from verlite.rewards.result import BadReturn, RewardResult
@@ -91,7 +90,7 @@ class Agents:
                 error = caught
             finally:
                 self._gateway.close(session)
-        trajectory = as_trajectory(session, task.prompt_ids)
+        trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
         if error is None and not trajectory.turns:
             error = ProgramError("it ended without an answer of the model")
@@ -128,22 +127,31 @@ class Agents:
         return score_of(line) if self._spec.reward == "program" else None
 
 
-def as_trajectory(session: OpenSession, prompt_ids: list[int]) -> Trajectory:
-    """Return the branch of a session on which the model wrote the most.
+def as_trajectory(session: OpenSession, prompt_ids: list[int], credit: str = "graph") -> Trajectory:
+    """Return all branches of a session, one after the other.
 
-    prompt_ids: the prompt if the model was never asked.
+    What a branch shares with an earlier one is given: the model's tokens have mask 1 once.
+
+    prompt_ids: the prompt if the model was never asked. credit: rule of `Session.credits`.
     """
-    leaf = session.record.longest()
-    path: list[Node] = leaf.path if leaf else []
-    trajectory = Trajectory(list(path[0].given) if path else list(prompt_ids))
-    for node in path:
-        if node.parent is not None:
-            trajectory.append_observation(node.given)
-        trajectory.append_sampled(
-            Completion(node.sampled, node.log_probs, node.finish_reason, node.versions)
-        )
-        trajectory.infos.append({})
-    if leaf is not None and leaf.finish_reason == "length":
+    branches = session.record.branches()
+    credits = session.record.credits(credit)
+    trajectory = Trajectory(list(branches[0][0][0].given) if branches else list(prompt_ids))
+    for path, known in branches:
+        prompt = path[known].prompt
+        if trajectory.branches:
+            trajectory.append_observation(prompt)
+        begin = len(trajectory.response_ids)
+        for node in path[known:]:
+            if node is not path[known]:
+                trajectory.append_observation(node.given)
+            trajectory.append_sampled(
+                Completion(node.sampled, node.log_probs, node.finish_reason, node.versions)
+            )
+            trajectory.infos.append({})
+            trajectory.credits.append(credits[node.number])
+        trajectory.branches.append((len(prompt), len(trajectory.response_ids) - begin))
+    if branches and branches[-1][0][-1].finish_reason == "length":
         trajectory.status = Status.LENGTH
     trajectory.gen_seconds = session.engine_seconds
     trajectory.session = session.ledger()

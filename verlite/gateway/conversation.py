@@ -206,30 +206,54 @@ class Session:
         inner = {node.parent.number for node in answered if node.parent is not None}
         return [node for node in answered if node.number not in inner]
 
-    def longest(self) -> Node | None:
-        """Return the leaf with the most sampled tokens on its path, the latest of equal ones. None:
-        no request was answered."""
-        return max(self.leaves(), key=lambda leaf: (_sampled(leaf), leaf.number), default=None)
+    def branches(self) -> list[tuple[list[Node], int]]:
+        """Return the path of each branch, and how many of its first nodes earlier branches have.
+
+        They are in the order of their leaves. Each answered node is new in exactly one of them.
+        """
+        seen: set[int] = set()
+        found = []
+        for leaf in self.leaves():
+            path = leaf.path
+            found.append((path, sum(node.number in seen for node in path)))
+            seen |= {node.number for node in path}
+        return found
+
+    def credits(self, rule: str) -> dict[int, float]:
+        """Return the factor of the sample's advantage on the tokens of each answered node, by its
+        number.
+
+        rule: "graph": 1. "branch": branches weigh the same, whatever their length, and the factors
+            of all tokens have the mean 1. A number: to the power of how many answers follow.
+        """
+        answered = [node.number for node in self.nodes if node.state is State.ANSWERED]
+        if rule == "graph":
+            return dict.fromkeys(answered, 1.0)
+        if rule != "branch":
+            return {node: float(rule) ** after for after, node in enumerate(reversed(answered))}
+        new = [path[known:] for path, known in self.branches()]
+        tokens = [sum(len(node.sampled) for node in nodes) for nodes in new]
+        mean = sum(tokens) / max(1, sum(map(bool, tokens)))
+        return {
+            node.number: mean / max(1, count)
+            for nodes, count in zip(new, tokens, strict=True)
+            for node in nodes
+        }
 
     def ledger(self) -> dict[str, int]:
-        """Return what became of the requests, and what of the model's tokens the longest branch
-        does not have."""
+        """Return what became of the requests, and the tokens of all branches: those that several
+        share count in each of them, and are repeated in all but one."""
         states = Counter(node.state for node in self.nodes)
         roots = Counter(node.root for node in self.nodes)
-        longest = self.longest()
-        sampled = sum(len(node.sampled) for node in self.nodes)
+        branches = self.branches()
         return {
             "requests": len(self.nodes),
             **{str(state): states[state] for state in State},
-            "branches": len(self.leaves()),
+            "branches": len(branches),
             **{f"{root}_roots": roots[root] for root in Root if root is not Root.FIRST},
-            "sampled_tokens": sampled,
-            "untrained_tokens": sampled - (_sampled(longest) if longest else 0),
+            "tokens": sum(len(path[-1].context) for path, _ in branches),
+            "repeated_tokens": sum(len(path[n - 1].context) for path, n in branches if n),
         }
-
-
-def _sampled(leaf: Node) -> int:
-    return sum(len(node.sampled) for node in leaf.path)
 
 
 def _digests(messages: Sequence[str]) -> list[bytes]:

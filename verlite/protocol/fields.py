@@ -119,6 +119,9 @@ FIELDS: dict[str, Field] = {
     "rewards": Field("B", _FLOAT, "advantages", "score minus the row's KL penalty, if any"),
     "advantages": Field("B R", _FLOAT, "advantages", "advantage of each token in loss_mask"),
     "returns": Field("B R", _FLOAT, "advantages", "the critic's targets"),
+    "credit": Field(
+        "B R", _FLOAT, "generate", "factor of the advantage in the policy's update (agent.credit)"
+    ),
     "selected_tokens": Field(
         "B R", _BOOL, "advantages", "tokens that the loss clip_cov or kl_cov treats differently"
     ),
@@ -133,6 +136,9 @@ FIELDS: dict[str, Field] = {
     ),
     "oldest_version": Field(
         "B", _INT, "generate", "oldest version of the weights that sampled a token of the row"
+    ),
+    "first_branch": Field(
+        "B", _INT, "protocol.branches", "1 on the row that losses count as the sample, 0 on others"
     ),
     "sample_index": Field(
         "B", _INT, "generate", "place of the row in its group, of rows sampled in the background"
@@ -191,6 +197,12 @@ FIELDS: dict[str, Field] = {
         (list,),
         "generate",
         "(weight version, number of tokens that it sampled) of consecutive tokens, oldest first",
+    ),
+    "branches": Field(
+        "B",
+        (list,),
+        "generate",
+        "(tokens of the context, tokens that follow) of each of its sequences (protocol.branches)",
     ),
     "segments": Field(
         "B", (list,), "generate", "(model or tool, number of tokens) per part of the response"

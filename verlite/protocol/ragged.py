@@ -16,8 +16,9 @@ from verlite.protocol.fields import FIELDS, MASK_COUNTS
 
 PROMPT = "prompt_ids"
 RESPONSE = "response_ids"
-TOKENS = (PROMPT, RESPONSE, "response_mask")
-"""Columns that every pass of a model needs."""
+BRANCHES = "branches"
+TOKENS = (PROMPT, RESPONSE, "response_mask", BRANCHES)
+"""Columns that every pass of a model needs, if the batch has them."""
 
 
 def ragged(values: Tensor, lengths: Tensor) -> np.ndarray:
@@ -107,7 +108,7 @@ def padded(batch: DataProto, columns: Mapping[str, Tensor] | None = None) -> Dat
     if RESPONSE in tensors:
         prompts = tensors.pop(PROMPT)
         responses = tensors.pop(RESPONSE)
-        tensors |= _model_inputs(prompts, responses, numbers)
+        tensors |= model_inputs(prompts, responses, numbers)
     mask = tensors.get("loss_mask", tensors.get("response_mask"))
     for name, values in numbers.items():
         if is_ragged(name) and values.shape[1] == 1 and mask is not None:
@@ -118,7 +119,7 @@ def padded(batch: DataProto, columns: Mapping[str, Tensor] | None = None) -> Dat
     return DataProto.from_dict(numbers | tensors, objects, batch.meta_info)
 
 
-def _model_inputs(
+def model_inputs(
     prompts: Tensor, responses: Tensor, numbers: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Join prompts and responses into the inputs of a causal language model.

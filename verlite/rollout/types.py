@@ -180,6 +180,11 @@ class Trajectory:
     `fail`."""
     score: RewardResult | None = None
     """The score that an agent program gave itself."""
+    branches: list[tuple[int, int]] = field(default_factory=list)
+    """Of an agent program's sample, (tokens of the context, tokens that follow) of each of its
+    sequences. They are one after the other in prompt_ids and response_ids. []: there is one."""
+    credits: list[float] = field(default_factory=list)
+    """Of each turn, the factor of the sample's advantage on its tokens. []: 1."""
     session: dict[str, int] = field(default_factory=dict)
     """What became of an agent program's requests (`gateway.conversation.Session.ledger`)."""
 

@@ -393,6 +393,7 @@ class AgentSpec:
     max_processes: int = 64
     secret_env_vars: Sequence[str] = ()
     reward: str = "program"
+    credit: str = "graph"
 
 
 @dataclass(frozen=True)

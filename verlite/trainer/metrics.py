@@ -158,16 +158,16 @@ def agent_metrics(batch: DataProto) -> Metrics:
 def session_metrics(batch: DataProto) -> Metrics:
     """Return `agent/*` metrics of agent programs' samples, failed ones too; {} without programs.
 
-    `agent/untrained_token_frac` is the share of the model's tokens that are on other branches than
-    the one that is trained. The others are means per sample.
+    `agent/repeated_token_frac` is the share of the rows' tokens that an earlier branch of the sample
+    has, too, so a step computes them again. The others are means per sample.
     """
     if "session" not in batch.non_tensor_batch:
         return {}
     sessions = batch.non_tensor_batch["session"]
     sums = {name: float(sum(session[name] for session in sessions)) for name in sessions[0]}
-    untrained = sums.pop("untrained_tokens") / max(1.0, sums.pop("sampled_tokens"))
+    repeated = sums.pop("repeated_tokens") / max(1.0, sums.pop("tokens"))
     means = {f"agent/{name}": value / len(sessions) for name, value in sums.items()}
-    return {"agent/untrained_token_frac": untrained, **means}
+    return {"agent/repeated_token_frac": repeated, **means}
 
 
 def _slowest_sample(batch: DataProto) -> Metrics:

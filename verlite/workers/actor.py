@@ -388,6 +388,7 @@ def policy_objective(spec: PolicyLossSpec) -> "LossFn":
             tokens=counts.tokens,
             sequences=counts.sequences,
             scale=spec.loss_scale,
+            row_tokens=rows.get("trained_tokens"),
         )
         old = rows.get("old_log_probs", log_probs.detach())
         inputs = PolicyLossInputs(

@@ -12,7 +12,7 @@ from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import ragged
 from verlite.spec.roles import CriticSpec
-from verlite.workers.training import TrainingWorker, micro_batching
+from verlite.workers.training import TrainingWorker
 
 if TYPE_CHECKING:
     from verlite.engine.fsdp import Counts, LossFn
@@ -29,7 +29,7 @@ class CriticWorker(TrainingWorker):
         """Return ragged values: the value before each response token, 0 outside response_mask."""
         rows = self.rank_rows.padded(batch)
         self.engine.onload()
-        out = self.engine.forward(rows, micro_batching(self.spec.micro), 1.0)
+        out = self.forward(rows, self.spec.micro, 1.0)
         self.engine.offload()
         t = rows.batch
         values = ragged(out["values"] * t["response_mask"], t["response_length"])
@@ -57,6 +57,7 @@ def value_objective(spec: CriticSpec) -> "LossFn":
             tokens=counts.tokens,
             sequences=counts.sequences,
             scale=spec.loss_scale,
+            row_tokens=rows.get("trained_tokens"),
         )
         loss, metrics = value_loss(
             outputs["values"],

@@ -6,10 +6,11 @@ from verlite import progress
 from verlite.algorithms.gap import gap_rows
 from verlite.controller.dispatch import register
 from verlite.engine import reference_client
+from verlite.protocol.branches import split
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import ragged
 from verlite.spec.roles import ActorSpec, InferenceSpec
-from verlite.workers.training import TrainingWorker, micro_batching
+from verlite.workers.training import TrainingWorker
 
 
 class LogProbWorker(TrainingWorker):
@@ -33,9 +34,9 @@ class LogProbWorker(TrainingWorker):
         self.check_version(batch)
         rows = self.rank_rows.padded(batch)
         self.engine.onload()
-        out = self.engine.forward(
+        out = self.forward(
             rows,
-            micro_batching(self.spec.log_probs.micro),
+            self.spec.log_probs.micro,
             self.spec.temperature,
             with_entropy=True,
             with_sum_pi_squared=self.spec.log_probs.needs_sum_pi_squared,
@@ -62,7 +63,7 @@ class LogProbWorker(TrainingWorker):
         assert micro is not None
         self.engine.onload()
         with self.engine.without_adapters():
-            out = self.engine.forward(rows, micro_batching(micro), self.spec.temperature)
+            out = self.forward(rows, micro, self.spec.temperature)
         self.engine.offload()
         log_probs = ragged(out["log_probs"], rows.batch["response_length"])
         return DataProto.from_dict({}, {"ref_log_prob": log_probs})
@@ -79,16 +80,17 @@ class LogProbWorker(TrainingWorker):
         service = self.spec.log_probs.reference
         assert service is not None
         rows = self.rank_rows.padded(batch)
-        t = rows.batch
+        sequences, places = split(rows)
+        t = sequences.batch
         # As in the engine, rows without a counted token are not computed.
         counted = t["response_mask"].any(-1).nonzero().flatten().tolist()
         attended = t["attention_mask"].bool()
-        sequences = [t["input_ids"][i][attended[i]].numpy() for i in counted]
+        ids = [t["input_ids"][i][attended[i]].numpy() for i in counted]
         lengths = t["response_length"].flatten().tolist()
         with progress.waiting_for("the reference service"):
             found = reference_client.log_probs(
                 service,
-                sequences,
+                ids,
                 [lengths[i] for i in counted],
                 self.spec.temperature,
                 batch.meta_info["reference"],
@@ -97,4 +99,6 @@ class LogProbWorker(TrainingWorker):
         for i, values in zip(counted, found, strict=True):
             log_probs[i, : lengths[i]] = torch.from_numpy(values.copy())
         log_probs *= t["response_mask"]
-        return DataProto.from_dict({}, {"ref_log_prob": ragged(log_probs, t["response_length"])})
+        whole = log_probs if places is None else places.put(log_probs)
+        column = ragged(whole, rows.batch["response_length"])
+        return DataProto.from_dict({}, {"ref_log_prob": column})

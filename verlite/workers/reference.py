@@ -4,7 +4,7 @@ from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import ragged
 from verlite.spec.roles import ReferenceSpec
-from verlite.workers.training import TrainingWorker, micro_batching
+from verlite.workers.training import TrainingWorker
 
 
 class ReferenceWorker(TrainingWorker):
@@ -17,7 +17,7 @@ class ReferenceWorker(TrainingWorker):
         """Return ragged ref_log_prob of the responses."""
         rows = self.rank_rows.padded(batch)
         self.engine.onload()
-        out = self.engine.forward(rows, micro_batching(self.spec.micro), self.spec.temperature)
+        out = self.forward(rows, self.spec.micro, self.spec.temperature)
         self.engine.offload()
         self.rank_rows.clear()  # this is the role's only call in a step
         log_probs = ragged(out["log_probs"], rows.batch["response_length"])

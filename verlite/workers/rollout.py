@@ -42,6 +42,7 @@ KEPT = (
     "response_ids",
     "response_mask",
     "rollout_log_probs",
+    "credit",
     "text",
     "transcript",
 )
@@ -572,8 +573,21 @@ def as_columns(
             "transcript": [response.transcript for response in decoded],
         }
     if programs:
-        columns["session"] = [t.session for t in trajectories]
+        columns |= {
+            "session": [t.session for t in trajectories],
+            "branches": [
+                t.branches or [(len(t.prompt_ids), len(t.response_ids))] for t in trajectories
+            ],
+            "credit": [_credit(t) for t in trajectories],
+        }
     return DataProto.from_dict(tensors, columns)
+
+
+def _credit(trajectory: Trajectory) -> np.ndarray:
+    """Return the factor of the advantage of each response token, 0 on those of others."""
+    turns = iter(trajectory.credits or [1.0] * trajectory.turns)
+    parts = [(next(turns) if author == "model" else 0.0, n) for author, n in trajectory.segments]
+    return np.asarray([factor for factor, n in parts for _ in range(n)], dtype=np.float32)
 
 
 def _int_tensor(numbers: Iterable[int]) -> torch.Tensor:

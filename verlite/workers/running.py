@@ -100,6 +100,7 @@ def of_row(row: Mapping[str, Any], name: Any = None, request: Any = None) -> Run
     state, ids = row["running"], [int(token) for token in row["turn_ids"]]
     fields = dict(state["trajectory"])
     spans = _spans(fields.pop("weight_versions"))
+    branches = [(int(prompt), int(response)) for prompt, response in fields.pop("branches", ())]
     segments = [(str(author), int(count)) for author, count in fields.pop("segments")]
     trajectory = Trajectory(
         row["prompt_ids"].tolist(),
@@ -109,6 +110,7 @@ def of_row(row: Mapping[str, Any], name: Any = None, request: Any = None) -> Run
         status=Status(fields.pop("status")),
         score=_result_of(fields.pop("score")),
         weight_versions=spans,
+        branches=branches,
         segments=segments,  # type: ignore[arg-type]  # checked below
         **fields,
     )

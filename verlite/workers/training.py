@@ -14,6 +14,7 @@ from verlite import progress
 from verlite.controller.columns import fetch
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
+from verlite.protocol.branches import split
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import is_token_column, pad_columns, padded
@@ -122,6 +123,14 @@ class TrainingWorker(Worker):
         self.engine.load(folder, files)
         self.engine.offload()
 
+    def forward(
+        self, rows: DataProto, micro: Micro, temperature: float, **options: bool
+    ) -> dict[str, Tensor]:
+        """Return `TrainEngine.forward` of padded rows [b, R], whose samples may have branches."""
+        sequences, places = split(rows)
+        out = self.engine.forward(sequences, micro_batching(micro), temperature, **options)
+        return out if places is None else {name: places.put(out[name]) for name in out}
+
     def update_in_mini_batches(
         self, role: str, batch: DataProto, updates: Updates, loss: "LossFn", **options: Any
     ) -> Metrics:
@@ -206,9 +215,13 @@ def _has_nvml() -> bool:
 
 
 def trained_rows(batch: DataProto) -> DataProto:
-    """Return padded rows as an update reads them: the engine's micro-batching and the losses read
-    the mask of trained tokens, `loss_mask`, under the name response_mask."""
-    return batch.with_batch(response_mask=batch.batch["loss_mask"])
+    """Return padded rows as an update reads them, one for each branch of a sample: the engine's
+    micro-batching and the losses read the mask of trained tokens, `loss_mask`, under the name
+    response_mask. Advantages have their `credit`."""
+    t = batch.batch
+    if "credit" in t.keys() and "advantages" in t.keys():
+        batch = batch.with_batch(advantages=t["advantages"] * t["credit"])
+    return split(batch.with_batch(response_mask=t["loss_mask"]))[0]
 
 
 def mean_metrics(steps: list[Metrics]) -> Metrics:

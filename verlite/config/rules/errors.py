@@ -161,6 +161,8 @@ ERRORS: tuple[Row, ...] = (
     Row("agent.command",
         lambda c: c.agent.command is not None and not plan.program_words(c.agent.command),
         "is empty or has an open quote", "Such as 'python my_agent.py'."),
+    Row("agent.credit", lambda c: c.agent.command and not plan.is_credit(c.agent.credit),
+        "is not graph, branch or a number above 0 and at most 1", "Such as 0.9."),
     Row("max_turns", lambda c: c.turns and c.agent.command,
         "asks for an environment, but agent.command runs a program in its place",
         "Leave one of them out."),

@@ -13,6 +13,7 @@ _LOSS_FIELDS = (
     "old_log_probs",
     "ref_log_prob",
     "advantages",
+    "credit",
     "rollout_is_weights",
     "selected_tokens",
 )
