@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import verlite
+from tests.engine.graphs import session_of, trajectory_of
 from tests.envs.test_chat import QWEN, tokenizer_of
 from tests.gateway.speaker import Speaker
 from verlite.gateway import program
@@ -93,7 +94,7 @@ def test_a_conversation_becomes_a_scored_trajectory(tmp_path):
     assert trajectory.gen_seconds > 0 and trajectory.tool_seconds > 0
 
 
-def test_of_several_branches_the_one_with_the_most_sampled_tokens_is_trained(tmp_path):
+def test_all_branches_are_trained(tmp_path):
     code = """
         ask([{"role": "user", "content": "sub-agent"}])
         history = [*task["prompt"], ask(task["prompt"])]
@@ -102,10 +103,49 @@ def test_of_several_branches_the_one_with_the_most_sampled_tokens_is_trained(tmp
     """
     engine, (trajectory,) = sample(tmp_path, code, "short", "a longer one", "yes")
     sampled = sampled_of(trajectory)
-    assert engine.tokenizer.decode(sampled) == "a longer one<|im_end|>yes<|im_end|>"
-    lost = len(engine.tokenizer.encode("short", add_special_tokens=False)) + 1
-    assert trajectory.session["untrained_tokens"] == lost
+    text = "short<|im_end|>a longer one<|im_end|>yes<|im_end|>"
+    assert engine.tokenizer.decode(sampled) == text
     assert (trajectory.session["branches"], trajectory.session["new_roots"]) == (2, 1)
+    assert trajectory.prompt_ids == engine.calls[0][0]
+    (_, first), (prompt, _) = trajectory.branches
+    assert trajectory.response_ids[first : first + prompt] == engine.calls[1][0]
+
+
+def test_branches_of_a_graph_worked_out_by_hand():
+    """A turn (tokens 3, 4 | 5, 6), its continuation, the same again with another answer, and a
+    sub-agent. Version i samples request i."""
+    session = session_of(((None, 2, 2), (0, 1, 1), (0, 1, 2), (None, 1, 1)))
+    one = trajectory_of(session, "branch")
+    assert one.prompt_ids == [3, 4]
+    assert one.response_ids == [5, 6, 7, 8, *(3, 4, 5, 6, 9), 10, 11, 12, 13]
+    assert one.response_mask == [1, 1, 0, 1, *(0, 0, 0, 0, 0), 1, 1, 0, 1]
+    pairs = zip(one.response_ids, one.response_mask, strict=True)
+    expected = [-token / 10 if mask else 0.0 for token, mask in pairs]
+    assert one.log_probs == expected
+    assert one.branches == [(2, 4), (5, 2), (1, 1)]
+    assert one.segments == [
+        *(("model", 2), ("tool", 1), ("model", 1)),
+        *(("tool", 5), ("model", 2), ("tool", 1), ("model", 1)),
+    ]
+    assert one.weight_versions == [(0, 2), (1, 1), (2, 2), (3, 1)]
+    # 6 tokens in 3 branches: 2 for the tokens of each, together.
+    assert one.credits == [2 / 3, 2 / 3, 1, 2]
+    assert trajectory_of(session, "0.5").credits == [0.125, 0.25, 0.5, 1]
+    assert trajectory_of(session).credits == [1, 1, 1, 1]
+    assert one.session["tokens"] == 15 and one.session["repeated_tokens"] == 4
+
+
+def test_an_answer_without_tokens_has_no_share():
+    session = session_of(((None, 1, 0), (None, 1, 4)))
+    assert trajectory_of(session, "branch").credits == [4, 1]
+
+
+def test_a_sample_is_cut_if_its_last_answer_is():
+    session = session_of(((None, 1, 1), (None, 1, 1)))
+    session.nodes[0].finish_reason = "length"
+    assert trajectory_of(session).status is Status.DONE
+    session.nodes[1].finish_reason = "length"
+    assert trajectory_of(session).status is Status.LENGTH
 
 
 def test_a_function_may_score(tmp_path):

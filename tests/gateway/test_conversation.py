@@ -94,16 +94,23 @@ def test_a_session_equals_the_naive_reference(seed):
             if not any(session.nodes[n].parent is session.nodes[number] for n in contexts)
         ]
         assert [leaf.number for leaf in session.leaves()] == leaves
-        best = max(((sum(masks[n]), n) for n in leaves), default=None)
-        longest = session.longest()
-        assert (longest.number if longest else None) == (best[1] if best else None)
         ledger = session.ledger()
         assert ledger["requests"] == ledger["running"] + ledger["answered"] + ledger["aborted"]
-        every = sum(len(node.sampled) for node in session.nodes)
-        assert (ledger["sampled_tokens"], ledger["untrained_tokens"]) == (
-            every,
-            every - (best[0] if best else 0),
-        )
+        assert ledger["branches"] == len(leaves)
+        branches = session.branches()
+        ends = [(path[0].number, path[-1].number) for path, _ in branches]
+        assert ends == sorted(ends) and sorted(leaf for _, leaf in ends) == leaves
+        new = [node.number for path, known in branches for node in path[known:]]
+        assert sorted(new) == sorted(contexts), "each answered request is new in one branch"
+        known = [path[n - 1].number if n else None for path, n in branches]
+        repeated = sum(len(tokens[number]) for number in known if number is not None)
+        every = sum(len(tokens[number]) for number in leaves)
+        assert (ledger["tokens"], ledger["repeated_tokens"]) == (every, repeated)
+        for path, count in branches:  # what a branch repeats is the beginning of an earlier one
+            shared = [node.number for node in path[:count]]
+            assert all(n in new[: new.index(path[-1].number)] for n in shared)
+        distinct = {token for number in leaves for token in tokens[number]}
+        assert every - repeated == len(distinct), "tokens of play are all different"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -159,7 +166,7 @@ def test_an_aborted_request_is_continued_by_nothing_and_does_not_make_its_retry_
     retry = answered(session, ["u"], given=[1])
     assert session.match(["u", "x", "t"]).parent is retry
     ledger = session.ledger()
-    assert (ledger["aborted"], ledger["branches"], ledger["untrained_tokens"]) == (1, 1, 0)
+    assert (ledger["aborted"], ledger["branches"], ledger["repeated_tokens"]) == (1, 1, 0)
 
 
 def test_a_running_request_is_no_parent_yet():

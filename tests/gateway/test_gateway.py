@@ -87,7 +87,7 @@ def test_a_tool_loop_of_openais_client_equals_the_trajectory_of_an_environment()
         return await by_client(), await by_environment()
 
     ours, theirs = asyncio.run(both())
-    assert ours.session["branches"] == 1 and ours.session["untrained_tokens"] == 0
+    assert ours.session["branches"] == 1 and ours.session["repeated_tokens"] == 0
     for name in (
         *("prompt_ids", "response_ids", "response_mask", "log_probs", "segments"),
         *("weight_versions", "status", "turns"),
@@ -112,7 +112,7 @@ def test_a_whole_conversation_equals_the_template(name):
 
     record, history = asyncio.run(talk())
     assert record.ledger()["branches"] == 1
-    assert record.longest().prompt == rendered(tokens, history[:-1])
+    assert record.nodes[-1].prompt == rendered(tokens, history[:-1])
 
 
 def test_log_probs_are_those_of_the_model_and_seeds_differ_between_requests(tiny_qwen2):

@@ -67,12 +67,10 @@ MUTANTS = [
         GRAPH,
     ),
     Mutant(
-        "the first branch is trained",
-        RECORD + "Session.longest",
-        calls(
-            lambda original, self: min(self.leaves(), key=lambda leaf: leaf.number, default=None)
-        ),
-        GRAPH,
+        "what branches share is trained in each of them",
+        RECORD + "Session.branches",
+        calls(lambda original, self: [(path, 0) for path, _ in original(self)]),
+        (*GRAPH, "tests/gateway/test_agents.py::test_branches_of_a_graph_worked_out_by_hand"),
     ),
     Mutant(
         "the end of a turn is given although the model wrote it",

@@ -48,6 +48,13 @@ def _last_rows(original, data, size_divisor):
     return (data.select_idxs([*range(len(data)), *range(-added, 0)]) if added else padded), added
 
 
+def _each_branch_counts(original, batch):
+    found, places = original(batch)
+    if places is None:
+        return found, None
+    return found.with_batch(first_branch=found.batch["response_mask"].any(1).long()), places
+
+
 MUTANTS = [
     Mutant(
         "concat keeps the metrics of the first part",
@@ -110,5 +117,17 @@ MUTANTS = [
         FIELDS + "_check_tensor",
         result(lambda problems: []),
         ("tests/protocol/test_fields.py",),
+    ),
+    Mutant(
+        "losses divide by the number of branches",
+        "verlite.workers.training:split",
+        calls(_each_branch_counts),
+        ("tests/engine/test_branches.py",),
+    ),
+    Mutant(
+        "a branch has its sibling's mask and numbers",
+        "verlite.protocol.branches:Places.take",
+        calls(lambda original, self, values: original(self, values).roll(1, 0)),
+        ("tests/protocol/test_branches.py",),
     ),
 ]

@@ -4,11 +4,20 @@ import numpy as np
 import pytest
 import torch
 
+from verlite.algorithms.balancing import workload
 from verlite.config.plan import Micro, Updates
 from verlite.data.dataset import PromptRow
+from verlite.protocol.data import object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling, Status, Trajectory
-from verlite.trainer.batch import balance_metrics, balance_rows, mini_batch_indices, requests, seeds
+from verlite.trainer.batch import (
+    balance_metrics,
+    balance_rows,
+    costs_of,
+    mini_batch_indices,
+    requests,
+    seeds,
+)
 from verlite.workers.rollout import DecodedResponse, as_columns
 
 
@@ -88,19 +97,27 @@ def test_rows_are_grouped_by_uid_in_any_order():
 @pytest.mark.parametrize("balance", [True, False])
 def test_every_row_goes_to_one_rank(n_ranks, balance):
     lengths = torch.from_numpy(np.random.default_rng(0).integers(1, 50, 24))
-    ranks = balance_rows(torch.arange(24) // 8, lengths, n_ranks, balance)
+    ranks = balance_rows(torch.arange(24) // 8, workload(lengths), n_ranks, balance)
     assert len(ranks) == n_ranks and sorted(sum(ranks, [])) == list(range(24))
 
 
 def test_balancing_distributes_the_cost_of_each_update():
     lengths = torch.tensor([100, 1, 1, 100, 100, 1, 1, 100])
     numbers = torch.arange(8) // 4
-    ranks = balance_rows(numbers, lengths, 2, True)
+    ranks = balance_rows(numbers, workload(lengths), 2, True)
     for update in (0, 1):
         assert [sum(int(lengths[i]) for i in rows if numbers[i] == update) for rows in ranks] == [
             101,
             101,
         ]
+
+
+def test_the_cost_of_a_row_is_that_of_its_sequences():
+    batch = generated_batch([[1]], ["a"], [([1], [1], [0.0], "done")])
+    lengths = torch.tensor([9000])
+    assert costs_of(batch, lengths) == workload([9000])
+    batch = batch.with_non_tensor(branches=object_array([[(1000, 2000), (2500, 3500)]]))
+    assert costs_of(batch, lengths) == workload([3000]) + workload([6000])
 
 
 def test_balance_metrics_equal_hand_computed_values():

@@ -330,7 +330,7 @@ def _loss_inputs(extra: Extra, mask: Tensor | None = None) -> PolicyLossInputs:
     mask = _mask() if mask is None else mask
     hidden = mask == 0
     old = -_noise(3).abs() - 0.1
-    counts = {"tokens": int(mask.sum()), "sequences": int(mask.any(-1).sum())}
+    counts: Any = {"tokens": int(mask.sum()), "sequences": int(mask.any(-1).sum())}
     return PolicyLossInputs(
         log_prob=(old + 0.05 * _noise(4)).masked_fill(hidden, torch.nan),
         old_log_prob=old.masked_fill(hidden, torch.nan),

@@ -151,7 +151,8 @@ def as_trajectory(session: OpenSession, prompt_ids: list[int], credit: str = "gr
             trajectory.infos.append({})
             trajectory.credits.append(credits[node.number])
         trajectory.branches.append((len(prompt), len(trajectory.response_ids) - begin))
-    if branches and branches[-1][0][-1].finish_reason == "length":
+    leaves = session.record.leaves()
+    if leaves and leaves[-1].finish_reason == "length":
         trajectory.status = Status.LENGTH
     trajectory.gen_seconds = session.engine_seconds
     trajectory.session = session.ledger()

@@ -209,12 +209,12 @@ class Session:
     def branches(self) -> list[tuple[list[Node], int]]:
         """Return the path of each branch, and how many of its first nodes earlier branches have.
 
-        They are in the order of their leaves. Each answered node is new in exactly one of them.
+        They are in the order of their roots, then of their leaves. Each answered node is new in
+        exactly one of them.
         """
         seen: set[int] = set()
         found = []
-        for leaf in self.leaves():
-            path = leaf.path
+        for path in sorted((leaf.path for leaf in self.leaves()), key=lambda path: path[0].number):
             found.append((path, sum(node.number in seen for node in path)))
             seen |= {node.number for node in path}
         return found

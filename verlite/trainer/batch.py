@@ -12,7 +12,7 @@ from verlite.controller.columns import fetch
 from verlite.data.dataset import PromptRow
 from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.metrics import Metrics
-from verlite.protocol.ragged import TOKENS, padded
+from verlite.protocol.ragged import BRANCHES, TOKENS, padded
 from verlite.rollout.types import Sampling
 from verlite.trainer.run import Run
 
@@ -82,7 +82,7 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> Metri
 
 
 def balance_rows(
-    mini_batch_index: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool
+    mini_batch_index: torch.Tensor, costs: np.ndarray, n_ranks: int, balance: bool
 ) -> list[list[int]]:
     """Assign rows to ranks; return each rank's row numbers.
 
@@ -91,11 +91,10 @@ def balance_rows(
 
     Args:
         mini_batch_index: [B] mini-batch of each row.
-        lengths: [B] tokens of each row.
+        costs: [B] of each row.
     """
     if not balance:
         return [part.tolist() for part in torch.arange(len(mini_batch_index)).tensor_split(n_ranks)]
-    costs = workload(lengths.tolist())
     ranks: list[list[int]] = [[] for _ in range(n_ranks)]
     load = np.zeros(n_ranks)
     for mini_batch in range(int(mini_batch_index.max()) + 1):
@@ -107,6 +106,17 @@ def balance_rows(
             ranks[rank] += part.tolist()
             load[rank] += costs[part].sum()
     return ranks
+
+
+def costs_of(batch: DataProto, lengths: torch.Tensor) -> np.ndarray:
+    """Return the relative compute of each row: of all its sequences.
+
+    lengths: [B] tokens of each row.
+    """
+    if BRANCHES not in batch.non_tensor_batch:
+        return workload(lengths.tolist())
+    rows = batch.non_tensor_batch[BRANCHES]
+    return np.array([workload([sum(branch) for branch in row]).sum() for row in rows])
 
 
 def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
@@ -121,7 +131,8 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     lengths = batch.batch["prompt_length"] + batch.batch["response_length"]
     group_size = run.plan.sequence_parallel[role]
     n_groups = len(run.plan.placement[role]) // group_size
-    groups = balance_rows(mini_batch_index, lengths, n_groups, run.config.trainer.balance_batch)
+    balance = run.config.trainer.balance_batch
+    groups = balance_rows(mini_batch_index, costs_of(batch, lengths), n_groups, balance)
     part = batch.meta_info.get("part")
     if role == "actor" and part is None:
         run.metrics.update(balance_metrics(lengths, groups))

@@ -35,6 +35,10 @@ def batch_metrics(
     valid = t["valid"]
     lengths = t["response_length"]
     prompts = t["prompt_length"]
+    status = batch.non_tensor_batch["status"]
+    # The response of an agent program's sample may have the tokens of several branches.
+    by_length = (lengths >= max_response_length).numpy()
+    cut = status == Status.LENGTH if "session" in batch.non_tensor_batch else by_length
     metrics = {
         **summarize("critic/score", t["scores"][valid]),
         **quantiles("critic/score", t["scores"][valid]),
@@ -42,13 +46,13 @@ def batch_metrics(
         **summarize("critic/rewards", t["rewards"][valid]),
         **summarize("response_length", lengths),
         **quantiles("response_length", lengths),
-        "response_length/clip_ratio": (lengths >= max_response_length).double().mean().item(),
+        "response_length/clip_ratio": cut.mean().item(),
         "response/aborted_ratio": (lengths == 0).double().mean().item(),
         **summarize("response_length_non_aborted", lengths[lengths > 0]),
         **summarize("num_turns", t["num_turns"]),
         **summarize("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).double().mean().item(),
-        "rollout/error_rate": (batch.non_tensor_batch["status"] == "error").mean().item(),
+        "rollout/error_rate": (status == Status.ERROR).mean().item(),
         "reward/error_rate": batch.meta_info["reward_error_rate"],
         "perf/total_num_tokens": float((prompts + lengths).sum()),
     }
@@ -158,8 +162,8 @@ def agent_metrics(batch: DataProto) -> Metrics:
 def session_metrics(batch: DataProto) -> Metrics:
     """Return `agent/*` metrics of agent programs' samples, failed ones too; {} without programs.
 
-    `agent/repeated_token_frac` is the share of the rows' tokens that an earlier branch of the sample
-    has, too, so a step computes them again. The others are means per sample.
+    `agent/repeated_token_frac` is the share of the rows' tokens that an earlier branch of the
+    sample has, too, so a step computes them again. The others are means per sample.
     """
     if "session" not in batch.non_tensor_batch:
         return {}
