@@ -34,6 +34,13 @@ def scored_batch(**more) -> DataProto:
     )
 
 
+def test_agents_are_cut_by_status_because_their_rows_have_several_branches():
+    batch = scored_batch()
+    assert batch_metrics(batch, 2, 1)["response_length/clip_ratio"] == 0.75
+    batch = batch.with_non_tensor(session=object_array([{}] * 4))
+    assert batch_metrics(batch, 2, 1)["response_length/clip_ratio"] == 0.25
+
+
 def test_batch_metrics_equal_hand_computed_values():
     metrics = batch_metrics(scored_batch(), max_prompt_length=2, max_response_length=3)
     assert metrics == pytest.approx(

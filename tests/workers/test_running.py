@@ -222,6 +222,7 @@ def a_row(tmp_path):
     trajectory.append_sampled(Completion([10, 20], [-1 / 3, -2.0], "stop", [(3, 1), (4, 1)]))
     trajectory.append_observation([99])
     trajectory.turn_scores, trajectory.infos, trajectory.invalid_turns = [0.5], [{"a": 1}], 1
+    trajectory.branches, trajectory.credits = [(2, 2), (1, 0)], [0.5]
     turn = Completion([30], [-0.25], "", [(2, 1)])
     result = RewardResult(0.5, {"acc": 1.0, "why": "x"})
     sample = Running(("u", 1), trajectory, turn, is_finished=False, result=result)
@@ -243,6 +244,7 @@ def test_every_number_of_a_sample_survives_the_file(tmp_path):
         lambda row: row["running"]["trajectory"]["weight_versions"].pop(),
         lambda row: row["running"]["trajectory"]["segments"].pop(),
         lambda row: row["running"]["trajectory"].update(turns=2),
+        lambda row: row["running"]["trajectory"]["branches"].pop(),
         lambda row: row["running"]["turn_versions"].append([5, 1]),
         lambda row: row["running"].update(result={"points": 1}),
         lambda row: row["running"]["trajectory"].update(other=1),

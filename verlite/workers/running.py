@@ -123,6 +123,8 @@ def of_row(row: Mapping[str, Any], name: Any = None, request: Any = None) -> Run
         (len(turn.log_probs), len(ids)),
         (sum(count for _, count in turn.weight_versions), len(ids)),
     ]
+    if branches:
+        tokens.append((sum(map(sum, branches)), len(trajectory.prompt_ids) + length))
     if not state["is_finished"]:
         tokens += [
             (sum(count for _, count in segments), length),
