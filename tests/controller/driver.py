@@ -41,6 +41,7 @@ def main(run_dir: str, end: str) -> None:
                 print(cluster.run_id, flush=True)
                 while not stop.requested:
                     worker.sleep(0.1)
+                worker.sleep(1.5)  # Ray and the worker stay, longer than a death takes to be seen
             print("saved after", stop.requested)
             return
         print(cluster.run_id, flush=True)

@@ -21,7 +21,8 @@ ENDS = {
 }
 """{way to end: (signal to send, exit code, end of standard error)}.
 
-stop: the driver returns normally after a signal. kill: a worker is stopped at that time.
+stop: the driver returns normally after a signal, which all processes of the run get. kill: a worker
+is stopped at that time.
 """
 
 
@@ -67,8 +68,10 @@ def test_no_process_is_left_after(end, start):
     line = process.stdout.readline().split()
     assert line, process.stderr.read()
     run_id = line[0]
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # a terminal sends it to the whole foreground group
+    if number == signal.SIGINT or end == "stop":
+        os.killpg(process.pid, number)  # as a terminal and `timeout` do; Ray's agents are in it
+        for one in processes_of(run_id) if end == "stop" else []:
+            one.send_signal(number)
     elif number is not None:
         process.send_signal(number)
     process.wait(timeout=60)

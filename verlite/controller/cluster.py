@@ -394,7 +394,7 @@ def _start_local(
             with (
                 ray_internals.lean_head(),
                 ray_internals.keep_signal_handlers(),
-                ray_internals.without_hangup(),
+                ray_internals.without_stop_signals(),
                 ray_internals.forked_workers(preload),
             ):
                 ray.init(

@@ -161,6 +161,8 @@ def main(owner: int, mark: str, *folders: str) -> None:
     head = ""
     if folders and folders[0].startswith("--head="):
         head, folders = folders[0].partition("=")[2], folders[1:]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # all processes of a job or service may get them
     failures = 0
     next_try = time.monotonic() + HEAD_EVERY_S
     # A process that the owner forked also keeps the pipe open, so its end alone does not show that

@@ -293,17 +293,39 @@ def restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-@contextmanager
-def without_hangup() -> Iterator[None]:
-    """Start processes that SIGHUP does not reach, as Ray itself does for SIGINT.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that stop a run. Ray itself blocks the fourth one, SIGINT, in its processes."""
 
-    A closed terminal sends it to all processes in the foreground. Only the driver decides then.
+
+@contextmanager
+def without_stop_signals() -> Iterator[None]:
+    """Start Ray with the signals blocked on which only the driver acts: it needs Ray to save.
+
+    A closed terminal, `timeout`, `scancel` and `systemctl stop` send them to all processes of a
+    group, a job or a service. `ray.shutdown` would wait for the effect of SIGTERM in vain, so it
+    ends these processes by SIGKILL.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    from ray._private import worker
+
+    untyped_worker: Any = worker
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    ray_node = untyped_worker._global_node
+    end = ray_node.kill_all_processes
+    ray_node.kill_all_processes = lambda **options: end(**{**options, "allow_graceful": False})
+
+
+def raylet_got(number: int) -> bool:
+    """Return whether a signal waits at this worker's raylet, which blocks it. False if unknown."""
+    try:
+        status = Path("/proc", os.environ["RAY_RAYLET_PID"], "status").read_text()
+    except (KeyError, OSError):
+        return False
+    pending = next(line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd"))
+    return bool(int(pending, 16) >> (number - 1) & 1)
 
 
 @contextmanager

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from verlite.controller.worker import Worker
 
 
+SIGTERM_TO_ALL_S = 1.0
+"""How long SIGTERM may take to reach all processes of a local cluster."""
+
+
 class WorkerActor:
     """Run one worker in its process. Return failures as `Failed` values instead of raising."""
 
@@ -46,7 +50,9 @@ class WorkerActor:
             os.setsid()  # `node.kill` finds what this process starts by its session
         # Ctrl-C in a terminal reaches the whole process group. Only the driver acts on it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _raise_sigterm)
+        signal.signal(signal.SIGTERM, _on_sigterm)
+        # A local cluster's processes start with them blocked, and so would this worker's own.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
         # Ray sets OMP_NUM_THREADS=1. The value must be right before torch is imported.
         part = share(cores(), spec.devices_on_node, spec.devices)
         use(spec.threads or part, by_user=bool(spec.threads))
@@ -180,7 +186,13 @@ class Sigterm(SignalExit):
     """This worker received SIGTERM."""
 
 
-def _raise_sigterm(number: int, frame: FrameType | None) -> None:
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """End this worker, unless all processes got the signal: then only the driver acts on it."""
+    until = time.monotonic() + SIGTERM_TO_ALL_S
+    while time.monotonic() < until:
+        if ray_internals.raylet_got(number):
+            return
+        time.sleep(0.05)
     with suppress(OSError):
         os.write(2, f"{node.SIGTERM_LINE}\n".encode())
     raise Sigterm("SIGTERM")
