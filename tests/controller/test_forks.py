@@ -13,7 +13,7 @@ import pytest
 
 from tests.controller.conftest import alive, processes_of, within
 from tests.other_user import as_nobody
-from verlite.controller import worker_fork
+from verlite.controller import ray_internals, worker_fork
 from verlite.controller.dispatch import register
 from verlite.controller.failures import WorkerError
 from verlite.controller.placement import reserve
@@ -108,8 +108,8 @@ def test_workers_start_after_the_server_has_died(fresh):
     assert parent == importer != server
 
 
-def test_a_closed_terminal_does_not_end_ray_and_workers(forked, fresh):
-    """It sends SIGHUP to all processes in the foreground; the driver then stops the run."""
+def test_a_signal_to_the_process_group_does_not_end_ray_and_workers(forked, fresh):
+    """A closed terminal sends SIGHUP, `timeout` SIGTERM; the driver then stops the run."""
     forked.origin()
     group = os.getpgid(0)
     processes = {
@@ -120,7 +120,8 @@ def test_a_closed_terminal_does_not_end_ray_and_workers(forked, fresh):
     assert any("raylet" in command for command in processes.values())
     assert any("gcs_server" in command for command in processes.values())
     for process in processes:
-        process.send_signal(signal.SIGHUP)
+        for number in ray_internals.STOP_SIGNALS:
+            process.send_signal(number)
     time.sleep(0.5)
     assert [command for one, command in processes.items() if not alive(one.pid)] == []
     forked.origin()
