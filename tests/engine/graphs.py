@@ -51,7 +51,7 @@ def sessions() -> list[Session]:
 
 
 def trajectory_of(session: Session, credit: str = "graph") -> Any:
-    opened: Any = SimpleNamespace(record=session, engine_seconds=0.0, refused=0)
+    opened: Any = SimpleNamespace(record=session, engine_seconds=0.0, ledger=session.ledger)
     return as_trajectory(opened, [1], credit)
 
 
