@@ -14,9 +14,7 @@ import pytest
 import verlite
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
-from verlite.api import own_code
-from verlite.api.own_code import ENV_VARS, with_own_code
-from verlite.api.result import Result
+from verlite.api import ENV_VARS, Result, name_of, with_own_code, write_callable
 from verlite.config.compile import env_spec
 from verlite.controller.failures import RayLost
 from verlite.envs.factory import EnvFactory, build_env_factory
@@ -184,13 +182,13 @@ def closure(bonus):
 )
 def test_functions_work_in_another_process(function, name, expected, tmp_path):
     file = tmp_path / "reward.py"
-    own_code.write(function, file)
-    assert own_code.name_of(function) == name
+    write_callable(function, file)
+    assert name_of(function) == name
     assert call_elsewhere(file, name) == expected
 
 
 def test_importable_function_is_written_as_an_import(tmp_path):
-    own_code.write(module_level, tmp_path / "reward.py")
+    write_callable(module_level, tmp_path / "reward.py")
     text = (tmp_path / "reward.py").read_text()
     assert f"from {__name__} import module_level\n" in text
     assert "pickle" not in text
@@ -217,9 +215,9 @@ def test_text_in_place_of_a_function_is_explained(config, argument, way_out):
 def test_what_cannot_be_stored_is_refused(tmp_path):
     lock = threading.Lock()
     with pytest.raises(TypeError, match="cannot be stored for other processes.*lock"):
-        own_code.write(lambda **row: lock.locked(), tmp_path / "reward.py")
+        write_callable(lambda **row: lock.locked(), tmp_path / "reward.py")
     with pytest.raises(TypeError, match="expected a function or a class, got 3"):
-        own_code.write(3, tmp_path / "reward.py")
+        write_callable(3, tmp_path / "reward.py")
     assert not (tmp_path / "reward.py").exists()
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from tests.mutants import Mutant
 from tests.mutants.patches import calls, does_nothing, result, returns
 
-CONFIG = "verlite.api.config:"
-RUN = "verlite.api.run:"
+API = "verlite.api:"
 LIBRARY = ("tests/api/test_library.py",)
 
 
@@ -28,37 +27,37 @@ def _leaves_the_folder(original, config, reward, env, folder):
 MUTANTS = [
     Mutant(
         "overrides do not replace earlier ones",
-        CONFIG + "RunConfig.override",
+        API + "RunConfig.override",
         calls(_first_wins),
         LIBRARY,
     ),
     Mutant(
         "mistakes in a configuration are found by train only",
-        CONFIG + "RunConfig.__post_init__",
+        API + "RunConfig.__post_init__",
         does_nothing,
         LIBRARY,
     ),
     Mutant(
         "config.yaml() does not say where values come from",
-        CONFIG + "dump",
+        API + "dump",
         result(lambda text: text.replace("  # Python", "")),
         LIBRARY,
     ),
     Mutant(
         "functions leave a folder on the Python path",
-        "verlite.api.own_code:with_own_code",
+        "verlite.api:with_own_code",
         calls(_leaves_the_folder),
         LIBRARY,
     ),
     Mutant(
         "check shows no notes",
-        RUN + "Report.__str__",
+        API + "Report.__str__",
         returns(""),
         LIBRARY,
     ),
     Mutant(
         "the history of a metric is in another order",
-        "verlite.api.result:Result.history",
+        "verlite.api:Result.history",
         result(lambda found: found[::-1]),
         LIBRARY,
     ),

@@ -543,7 +543,7 @@ MUTANTS = [
     ),
     Mutant(
         "functions of a notebook are imported by their names",
-        "verlite.api.own_code:is_importable",
+        "verlite.api:is_importable",
         returns(True),
         ("tests/api/test_library.py",),
     ),
