@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.compat.scores import DIFFERENT, EQUAL
+from verlite.compat import attributes
 from verlite.config.rules.context import Context
 from verlite.config.rules.notes import notes
 from verlite.config.schema import Config
@@ -166,7 +167,7 @@ def test_token_ids_of_one_text(wrap: Any, compat: None) -> None:
     ],
 )
 def test_fractions_have_the_braces_that_verl_writes(text: str, fixed: str) -> None:
-    from verlite.compat.reward_score.math_reward import fix_fracs
+    from verlite.compat.math_scores import fix_fracs
 
     assert fix_fracs(text) == fixed  # recorded by running verl's function
 
@@ -194,15 +195,14 @@ def test_scores_that_differ(
 
 
 def _score(module: str, response: str, truth: object) -> float:
-    own = importlib.import_module(f"verlite.compat.reward_score.{module}")
-    result = own.compute_score(response, truth)
+    result = attributes(f"verl.utils.reward_score.{module}").compute_score(response, truth)
     if isinstance(result, tuple):
         result = result[0]
     return float(result["score"] if isinstance(result, dict) else result)
 
 
 def test_generated_programs_are_not_run() -> None:
-    from verlite.compat.reward_score import default_compute_score
+    from verlite.compat.scores import default_compute_score
 
     with pytest.raises(NotImplementedError, match="sandbox"):
         default_compute_score("codecontests", "print(1)", "{}")

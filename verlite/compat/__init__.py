@@ -13,13 +13,12 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 PACKAGE = "verlite.compat"
-_SCORES = f"{PACKAGE}.reward_score"
 _LOOP = "verl.experimental.reward_loop"
 _MANAGERS = f"{_LOOP}.reward_manager"
-_CODE = f"{_SCORES}.code"
 
 MODULES: dict[str, str] = {
     "verl": f"{PACKAGE}.top",
@@ -56,23 +55,35 @@ MODULES: dict[str, str] = {
     "verl.utils.tokenizer": f"{PACKAGE}.utils",
     "verl.utils.model": f"{PACKAGE}.tensors",
     "verl.utils.torch_functional": f"{PACKAGE}.tensors",
-    "verl.utils.reward_score": _SCORES,
-    "verl.utils.reward_score.geo3k": f"{_SCORES}.geo3k",
-    "verl.utils.reward_score.gsm8k": f"{_SCORES}.gsm8k",
-    "verl.utils.reward_score.math": f"{_SCORES}.math_reward",
-    "verl.utils.reward_score.math_batch": f"{_SCORES}.math_batch",
-    "verl.utils.reward_score.math_dapo": f"{_SCORES}.math_dapo",
-    "verl.utils.reward_score.math_reward": f"{_SCORES}.math_reward",
-    "verl.utils.reward_score.math_verify": f"{_SCORES}.math_verify",
-    "verl.utils.reward_score.prime_code": _CODE,
-    "verl.utils.reward_score.prime_code.testing_util": _CODE,
-    "verl.utils.reward_score.prime_math": f"{_SCORES}.prime_math",
-    "verl.utils.reward_score.prime_math.grader": f"{_SCORES}.prime_math",
-    "verl.utils.reward_score.sandbox_fusion": _CODE,
-    "verl.utils.reward_score.sandbox_fusion.utils": _CODE,
-    "verl.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.search_r1_like_qa_em",
+    "verl.utils.reward_score": f"{PACKAGE}.scores",
+    **{
+        f"verl.utils.reward_score.{name}": f"{PACKAGE}.scores:{part}"
+        for name, part in (
+            ("gsm8k", "gsm8k"),
+            ("prime_code", "code"),
+            ("prime_code.testing_util", "code"),
+            ("sandbox_fusion", "code"),
+            ("sandbox_fusion.utils", "code"),
+            ("search_r1_like_qa_em", "search_r1_like_qa_em"),
+        )
+    },
+    **{
+        f"verl.utils.reward_score.{name}": f"{PACKAGE}.math_scores:{part}"
+        for name, part in (
+            ("geo3k", "geo3k"),
+            ("math", "math_reward"),
+            ("math_batch", "math_batch"),
+            ("math_dapo", "math_dapo"),
+            ("math_reward", "math_reward"),
+            ("math_verify", "math_verify"),
+            ("prime_math", "prime_math"),
+            ("prime_math.grader", "prime_math"),
+        )
+    },
 }
-"""Module of verl -> the module that takes its place."""
+"""Module of verl -> the module that takes its place. Behind a colon: the beginning of the functions
+there that are called otherwise than in verl."""
+
 
 MISSING: dict[str, str] = {
     "verl.experimental.agent_loop": "Agent loops are not supported yet: write an environment "
@@ -134,11 +145,22 @@ class Finder(importlib.abc.MetaPathFinder):
         )
 
 
+def attributes(name: str) -> Any:
+    """Return what has the attributes of verl's module `name`, one of MODULES."""
+    place, _, part = MODULES[name].partition(":")
+    module = importlib.import_module(place)
+    if not part:
+        return module
+    known = {entry: value for entry, value in vars(module).items() if not entry.startswith("_")}
+    own = {entry.removeprefix(f"{part}_"): value for entry, value in known.items()}
+    return SimpleNamespace(**known | own)
+
+
 class _Loader(importlib.abc.Loader):
     """Makes a module under verl's name, whose attributes are those of verlite's module."""
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in MODULES:
-            own = importlib.import_module(MODULES[module.__name__])
+            own = attributes(module.__name__)
             module.__dict__["__getattr__"] = functools.partial(getattr, own)
             module.__dict__["__all__"] = [name for name in dir(own) if not name.startswith("_")]

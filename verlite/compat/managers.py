@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from verlite.compat.reward_score import default_compute_score
+from verlite.compat.scores import default_compute_score
 from verlite.compat.utils import get_event_loop, hf_tokenizer
 from verlite.importing import find
 from verlite.protocol.data import DataProto

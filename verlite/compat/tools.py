@@ -17,7 +17,7 @@ from uuid import uuid4
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from verlite.compat.reward_score import gsm8k
+from verlite.compat.scores import gsm8k_compute_score
 from verlite.envs.calculator import CALL
 from verlite.envs.factory import EnvFactory
 from verlite.envs.step import Env, Step
@@ -135,7 +135,7 @@ class Gsm8kTool(BaseTool):
     async def calc_reward(self, instance_id: str, answer: str = "", **kwargs: Any) -> float:
         """Return 1.0 for the right answer, else 0.0."""
         text = answer if answer.startswith("#### ") else f"#### {answer}"
-        return gsm8k.compute_score(text, self._truths[instance_id], method="flexible")
+        return gsm8k_compute_score(text, self._truths[instance_id], method="flexible")
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the answer."""
