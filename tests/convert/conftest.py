@@ -10,9 +10,8 @@ from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixtur
 from tests.models import tiny_tokenizer
 from verlite.cli.before_run import check
 from verlite.config.command import PPO
-from verlite.convert.engine import Conversion
 from verlite.convert.rows import Table
-from verlite.convert.text import program
+from verlite.convert.text import Conversion, program
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 BOMB = "\n".join(

@@ -11,7 +11,7 @@ from pathlib import Path
 from verlite.convert import openrlhf, trl
 from verlite.convert.rlinf import KEYS
 from verlite.convert.rows import NOT_SET, Row
-from verlite.convert.values import number
+from verlite.convert.text import number
 
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
 START, END = "<!-- generated: python -m tests.convert.pages -->", "<!-- end -->"

@@ -10,8 +10,8 @@ from tests.convert.conftest import BOMB, SAMPLES, check_changes
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError
 from verlite.convert import rows, text, trl
+from verlite.convert.formulas import COMMANDS, own_key
 from verlite.convert.trl import TABLES
-from verlite.convert.tuning import COMMANDS, own_key
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 SCRIPT = (SAMPLES / "convert/trl_grpo.py").read_text()

@@ -9,7 +9,7 @@ import typer
 from verlite.cli.common import fail
 
 if TYPE_CHECKING:
-    from verlite.convert.engine import Conversion
+    from verlite.convert.text import Conversion
 
 app = typer.Typer(
     no_args_is_help=True,

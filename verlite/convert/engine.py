@@ -10,48 +10,8 @@ from verlite.config.command import PPO, Command
 from verlite.config.load import compose
 from verlite.config.problems import ConfigError, Problem
 from verlite.convert.rows import NOT_SET, Row
-from verlite.convert.values import override
+from verlite.convert.text import Conversion, Warned, override
 from verlite.masking import display
-
-
-@dataclass(frozen=True)
-class Warned:
-    """A setting without counterpart, or one that must be looked at. `typed` is as it was given."""
-
-    typed: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The result.
-
-    source: the other framework's name.
-    values: verlite keys in the schema's order.
-    comments: key -> what changed its meaning.
-    needless: settings that verlite does not need.
-    before: shell commands to run once before the training command.
-    problems: why there is no command.
-    defaults: whose defaults apply to the settings that were not given.
-    command: the command of verlite that the keys are for.
-    launch: the program that starts its module.
-    """
-
-    source: str
-    values: dict[str, Any]
-    comments: dict[str, str]
-    warnings: list[Warned]
-    needless: list[str]
-    before: list[str]
-    problems: list[Problem]
-    defaults: str = ""
-    command: Command = PPO
-    launch: str = "python -m"
-
-    @property
-    def overrides(self) -> list[str]:
-        """Return the arguments of the command."""
-        return [override(key, value) for key, value in self.values.items()]
 
 
 @dataclass

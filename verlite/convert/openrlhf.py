@@ -16,28 +16,26 @@ from typing import Any
 
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
-from verlite.convert.engine import Conversion, Draft, apply
+from verlite.convert.engine import Draft, apply
 from verlite.convert.formulas import (
+    COMMANDS,
     CORRECTION,
     KL_NAMES,
     NO_DUAL_CLIP,
     SCHEDULES,
+    Processes,
     dual_clip,
+    launch,
+    own_key,
     prepare_data,
+    processes,
     rows_file,
     same_reference,
+    start_text,
     verbatim,
 )
 from verlite.convert.rows import ACTOR, MODEL, REF, ROLLOUT, Row, read
-from verlite.convert.tuning import (
-    COMMANDS,
-    Processes,
-    launch,
-    own_key,
-    processes,
-    start_text,
-)
-from verlite.convert.values import unexpanded
+from verlite.convert.text import Conversion, unexpanded
 from verlite.spec import catalog
 
 

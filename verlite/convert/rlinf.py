@@ -13,9 +13,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verlite.config.problems import ConfigError, Problem
-from verlite.convert.engine import Conversion, Draft, apply
+from verlite.convert.engine import Draft, apply
 from verlite.convert.formulas import CORRECTION, dual_clip, prepare_data, trackers, verbatim
 from verlite.convert.rows import ACTOR, MODEL, REF, ROLLOUT, find, read, unknown
+from verlite.convert.text import Conversion
 from verlite.files import check_yaml, one_line
 
 FILE = Path(__file__).with_suffix(".toml")

@@ -1,16 +1,126 @@
-"""A conversion as text: a shell command with comments, or a YAML file."""
+"""A conversion, and its text: a shell command with comments, or a YAML file. Values are written as
+Hydra's command-line grammar and YAML read them.
+"""
 
+import json
+import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from verlite.convert.engine import Conversion
-from verlite.convert.values import yaml_value
+from verlite.config.command import PPO, Command
+from verlite.config.problems import Problem
+
+PLAIN = re.compile(r"[A-Za-z_./~][\w./~@%+:*-]*")
+"""Text that Hydra's grammar, YAML and a shell take as it is."""
+WORDS = frozenset("true false null yes no on off none nan inf ~ y n".split())
+"""Text that YAML or Hydra reads as something else."""
+
+
+def override(key: str, value: Any) -> str:
+    """Return an argument of verlite.main_ppo, in Hydra's grammar."""
+    return f"{key}={_hydra(value)}"
+
+
+def number(value: float) -> str:
+    """Return a number as people write it: 5e-7, not 5e-07, and 1e6, not 1000000.0."""
+    short = f"{value:g}"
+    text = short if float(short) == value else repr(value)
+    return re.sub(r"e([+-])0+", r"e\1", text).replace("e+", "e")
+
+
+def unexpanded(words: Iterable[str]) -> str:
+    """Return why words with a shell variable cannot be values, or ""."""
+    found = next((word for word in words if re.match(r"\$\w|\$\{", word)), None)
+    rule = f"the shell has not replaced {found}: use double quotes, or write the value"
+    return rule if found else ""
+
+
+def _hydra(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_hydra, value)) + "]"
+    if not isinstance(value, str):
+        return _scalar(value)
+    if _is_plain(value):
+        return value
+    if not set(value) & set('"\\'):
+        return f'"{value}"'
+    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", value)
+    return "'" + re.sub(r"(\\+)$", lambda found: found[1] * 2, escaped) + "'"
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value in YAML, on one line."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(yaml_value, value)) + "]"
+    if isinstance(value, float):
+        text = number(value)
+        mantissa, exponent, power = text.partition("e")
+        return text if "." in mantissa else f"{mantissa}.0{exponent}{power}"
+    if not isinstance(value, str):
+        return _scalar(value)
+    return value if _is_plain(value) else json.dumps(value, ensure_ascii=False)
+
+
+def _scalar(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _is_plain(text: str) -> bool:
+    return bool(PLAIN.fullmatch(text)) and text.lower() not in WORDS and not text.endswith(":")
+
 
 WIDTH = 100
 COLUMN = 36
 """Longest name in the first column of comments. The text of a longer one starts in its own line."""
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A setting without counterpart, or one that must be looked at. `typed` is as it was given."""
+
+    typed: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result.
+
+    source: the other framework's name.
+    values: verlite keys in the schema's order.
+    comments: key -> what changed its meaning.
+    needless: settings that verlite does not need.
+    before: shell commands to run once before the training command.
+    problems: why there is no command.
+    defaults: whose defaults apply to the settings that were not given.
+    command: the command of verlite that the keys are for.
+    launch: the program that starts its module.
+    """
+
+    source: str
+    values: dict[str, Any]
+    comments: dict[str, str]
+    warnings: list[Warned]
+    needless: list[str]
+    before: list[str]
+    problems: list[Problem]
+    defaults: str = ""
+    command: Command = PPO
+    launch: str = "python -m"
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the arguments of the command."""
+        return [override(key, value) for key, value in self.values.items()]
 
 
 def command(conversion: Conversion) -> str:

@@ -13,27 +13,26 @@ from typing import Any
 
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem
-from verlite.convert.engine import Conversion, Draft, apply, sentence
+from verlite.convert.engine import Draft, apply, sentence
 from verlite.convert.formulas import (
+    COMMANDS,
     CORRECTION,
     KL_NAMES,
     NO_DUAL_CLIP,
     SCHEDULES,
     dual_clip,
+    launch,
+    own_key,
     prepare_data,
+    processes,
     rows_file,
     same_reference,
+    start_text,
     trackers,
 )
 from verlite.convert.rows import ACTOR, MODEL, ROLLOUT, Row, find, read, unknown
+from verlite.convert.text import Conversion
 from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read_file
-from verlite.convert.tuning import (
-    COMMANDS,
-    launch,
-    own_key,
-    processes,
-    start_text,
-)
 
 DIALECT = read(Path(__file__).with_suffix(".toml"))
 TABLES = DIALECT.tables("TRL")

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from verlite.config.problems import ConfigError, Problem
-from verlite.convert.values import unexpanded
+from verlite.convert.text import unexpanded
 from verlite.files import check_yaml, one_line
 
 TRAINERS = {name: name.lower() for name in ("GRPO", "RLOO", "PPO", "SFT", "DPO")}
