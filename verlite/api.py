@@ -142,8 +142,7 @@ class Report:
                 out.print(f"note: {note}", soft_wrap=True, highlight=False)
             for warning in self.warnings:
                 out.print(f"warning: {warning}", soft_wrap=True, highlight=False)
-            table: Any = self.plan.table()  # type: ignore[no-untyped-call]
-            out.print(table)
+            out.print(self.plan.table())
             for line in self.prompts:
                 out.print(line, soft_wrap=True, highlight=False)
         return out.export_text().rstrip()

@@ -17,7 +17,7 @@ from verlite.sizing.assumed import (
 )
 from verlite.sizing.devices import Devices, DevicesError
 from verlite.sizing.tables import run_models
-from verlite.sizing.words import GIB
+from verlite.terminal import GIB
 
 
 def test_quantiles_of_each_form():

@@ -178,7 +178,7 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
     from verlite.engine.folder import ModelError
     from verlite.sizing.memory import sync_bytes
     from verlite.sizing.tables import model_table, placement_table, run_models
-    from verlite.sizing.words import facts_table
+    from verlite.terminal import facts_table
 
     terminal.print(placement_table(made))
     terminal.print(f"A node has {chosen}.\n", highlight=False)

@@ -10,7 +10,7 @@ import math
 import os
 import shlex
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verlite import machine, tables
 from verlite.config.placement import Shape, draw, parse, ranges, read_groups, role_names
@@ -28,6 +28,10 @@ from verlite.spec import catalog, correction
 from verlite.spec.correction import RolloutCorrection
 from verlite.spec.roles import Micro, Updates
 from verlite.spec.weight_routes import WeightRoutes, weight_routes
+from verlite.terminal import counted, facts_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -209,33 +213,25 @@ class Plan:
         shared = self.sequence_parallel["actor"]
         each = f"{high} each" if low == high else f"{low} or {high} each"
         passes = f", {self.actor.epochs} passes" if self.actor.epochs > 1 else ""
-        devices = _count(n_ranks, "device")
+        devices = counted(n_ranks, "device")
         if shared > 1:
-            devices = f"{_count(n_ranks // shared, 'group')} of {shared} devices"
+            devices = f"{counted(n_ranks // shared, 'group')} of {shared} devices"
         return (
             f"{self.prompts} prompts x {self.samples_per_prompt} = {self.batch_size} samples / "
             f"{devices} = {each}; "
-            f"{_count(self.actor.per_epoch, 'update')} of {self.actor.mini_rows}{passes}; "
+            f"{counted(self.actor.per_epoch, 'update')} of {self.actor.mini_rows}{passes}; "
             f"micro-batches of {self.actor.micro}"
         )
 
-    def table(self):
+    def table(self) -> "Table":
         """Return the plan as a rich Table."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title="plan", title_justify="left", show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, text in self.lines():
-            table.add_row(Text(name), Text(text))
-        return table
+        return facts_table("plan", self.lines())
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the rows of the table, as (name, text)."""
         lines = [*self.choices, ("step", self.sentence())]
         if self.critic:
-            updates = f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}"
+            updates = f"{counted(self.critic.per_step, 'update')} of {self.critic.mini_rows}"
             lines.append(("critic", f"{updates}; micro-batches of {self.critic.micro}"))
         passes = [f"old log-probs {self.log_prob_micro}"]
         if self.ref_micro:
@@ -249,11 +245,11 @@ class Plan:
         per_engine = "one per device"
         if self.tensor_parallel > 1:
             per_engine = f"{self.tensor_parallel} devices each"
-        engines = f"{_count(self.engines, 'engine')}, {per_engine}"
+        engines = f"{counted(self.engines, 'engine')}, {per_engine}"
         if self.servers:
             shown = display(f"{ROLLOUT}servers", ", ".join(self.servers), known=True)
             engines = (
-                f"{_count(len(self.servers), 'vLLM server')} with devices of their own: {shown}"
+                f"{counted(len(self.servers), 'vLLM server')} with devices of their own: {shown}"
             )
         text = f"{self.rollout_name}, {engines}, {self.rollout_dtype}"
         lines.append(("rollout", f"{text}, sequences up to {self.max_model_len} tokens"))
@@ -553,8 +549,8 @@ def _words(config: Config, fields: dict[str, Any]) -> list[tuple[str, str]]:
     if trainer.mode == "async":
         settings = config.async_training
         ahead = steps_ahead(config)
-        age = f"tokens at most {_count(settings.max_age, 'version')} old"
-        run.insert(0, f"asynchronous: {age}, sampled up to {_count(ahead, 'step')} ahead")
+        age = f"tokens at most {counted(settings.max_age, 'version')} old"
+        run.insert(0, f"asynchronous: {age}, sampled up to {counted(ahead, 'step')} ahead")
     if trainer.mode == "pipelined":
         waits = gradients_wait_for(config)
         what = "inference and first gradients" if waits is None else f"inference ({waits})"
@@ -689,7 +685,7 @@ def length_arithmetic(config: Config) -> str:
     _, start = longest_prompt(config)
     turn = data.max_response_length
     obs = data.max_obs_length
-    text = f"{config.env.name}, up to {_count(turns, 'tool call')} and a last turn; at most "
+    text = f"{config.env.name}, up to {counted(turns, 'tool call')} and a last turn; at most "
     text += (
         f"{start} prompt + {turns} x ({turn} turn + {obs} observation) + {turn} = {worst} tokens"
     )
@@ -962,7 +958,3 @@ def _micro(dynamic: bool, size: int | None, max_tokens: int) -> Micro:
 
 def _first(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n} {thing}" + ("" if n == 1 else "s")

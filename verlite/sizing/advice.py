@@ -26,7 +26,7 @@ from verlite.sizing.memory import (
     run_memory,
     training_roles,
 )
-from verlite.sizing.words import GIB, amount, size
+from verlite.terminal import GIB, amount, size
 
 ENGINE_BUFFERS = 2 * GIB
 """Assumed for vLLM's activations and CUDA graphs, on each device."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from verlite.config.plan import Plan
-from verlite.sizing.words import GIB, count
+from verlite.terminal import GIB, counted
 
 KNOWN = {
     "V100-16GB": 15.7,
@@ -57,7 +57,7 @@ class Devices:
 
     def __str__(self) -> str:
         if self.kind == "cpu":
-            return f"{count(self.count, 'CPU slot')}, which share its memory"
+            return f"{counted(self.count, 'CPU slot')}, which share its memory"
         memory = "unknown memory" if self.bytes is None else f"{self.bytes / GIB:.1f} GiB each"
         return f"{self.count} {'devices' if self.name.endswith('GiB') else self.name}, {memory}"
 

@@ -15,8 +15,8 @@ from verlite.sizing.devices import Devices
 from verlite.sizing.dry_engine import DryEngineSpec
 from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
 from verlite.sizing.measure import Passes, PassRows, RoleMemory
-from verlite.sizing.words import GIB, amount, count, size
 from verlite.spec.roles import FSDPSpec
+from verlite.terminal import GIB, amount, counted, size
 from verlite.workers.roles import ROLES
 
 
@@ -59,7 +59,7 @@ class SyncBytes:
         parameters = amount(self.parameters)
         lines = [("weights", f"{parameters} parameters in {self.dtype} = {size(self.whole)}")]
         for use in self.uses:
-            where = f"{use.readers} on {count(len(use.nodes), 'node')}"
+            where = f"{use.readers} on {counted(len(use.nodes), 'node')}"
             text = f"{where}; {self._way(use.transport)}; each device loads {size(use.per_device)}"
             lines.append((use.transport, text))
         if self.adapters is not None:
@@ -96,9 +96,9 @@ def sync_bytes(plan: Plan, facts: ModelFacts) -> SyncBytes:
         nodes, transports = routes.nodes[part], routes.transport[part]
         for transport in dict.fromkeys(transports):
             of_it = [n for n, t in zip(nodes, transports, strict=True) if t == transport]
-            readers = count(len(of_it), name)
+            readers = counted(len(of_it), name)
             if plan.servers and name == "engine":
-                readers = f"{count(len(plan.servers), 'server')} by one process"
+                readers = f"{counted(len(plan.servers), 'server')} by one process"
             uses.append(TransportUse(transport, readers, sorted(set(of_it)), loaded))
     adapters = facts.trained if plan.syncs_adapters else None
     return SyncBytes(facts.exported, plan.sync_dtype, whole, per_device, uses, adapters)

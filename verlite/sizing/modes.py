@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from verlite.config.plan import Plan, steps_ahead
 from verlite.config.schema import Config
 from verlite.sizing.simulation import Costs, Settings, Simulated, Workload, simulate
-from verlite.sizing.words import count, grid
+from verlite.terminal import counted, grid
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,8 +105,8 @@ def split_sentence(workload: Workload, costs: Costs, plan: Plan, own: Settings) 
         for settings in (own, fastest_split(workload, costs, plan, own))
     ]
     ways = [
-        f"{seconds(step_s)} with {count(settings.engines, 'engine')} and "
-        f"{count(settings.trainer_devices, 'device')} that train"
+        f"{seconds(step_s)} with {counted(settings.engines, 'engine')} and "
+        f"{counted(settings.trainer_devices, 'device')} that train"
         for step_s, settings in found
     ]
     text = f"A step of {own.name} takes {ways[0]}"
@@ -171,5 +171,6 @@ def costs_sentence(costs: Costs, settings: Settings, source: str) -> str:
     return (
         f"costs, {source}: an engine generates {first:,.0f} tokens/s of one sample and {many:,.0f} "
         f"of {min(64, settings.max_num_seqs)}; the trainer takes {trained:,.0f} tokens/s on "
-        f"{count(settings.trainer_devices, 'device')}; a weight sync takes {seconds(costs.sync_s)}."
+        f"{counted(settings.trainer_devices, 'device')}; a weight sync takes "
+        f"{seconds(costs.sync_s)}."
     )

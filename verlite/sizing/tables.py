@@ -16,7 +16,7 @@ from verlite.sizing.memory import (
     DeviceGroup,
     Memory,
 )
-from verlite.sizing.words import GIB, amount, facts_table, flops, grid, size
+from verlite.terminal import GIB, amount, facts_table, flops, grid, size
 
 if TYPE_CHECKING:
     from rich.table import Table
