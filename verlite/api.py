@@ -260,9 +260,9 @@ def train(
     """
     from verlite.config.critical import CODE
     from verlite.control.exit_codes import DONE
-    from verlite.trainer.stop import Stop
     from verlite.trainer import command
     from verlite.trainer.opening import absolute, lock_run_dir
+    from verlite.trainer.stop import Stop
 
     _refuse_other_types(config)
     _refuse_other_ray()
