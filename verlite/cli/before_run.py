@@ -244,8 +244,7 @@ def _show_memory(
 
 def explain(
     key: Annotated[
-        str,
-        typer.Argument(help="A key, a section, an old name, or the last part of one: optim.lr"),
+        str, typer.Argument(help="A key, a section, an old name, or the last part of one: optim.lr")
     ] = "",
     sft: Annotated[bool, typer.Option("--sft", help="A key of main_sft.")] = False,
     dpo: Annotated[bool, typer.Option("--dpo", help="A key of main_dpo.")] = False,

@@ -39,10 +39,7 @@ HeadAddress = Annotated[
         "RAY_AUTH_TOKEN.",
     ),
 ]
-Port = Annotated[
-    int,
-    typer.Option(envvar="RAY_PORT", min=1, max=65535, help="Port of the head."),
-]
+Port = Annotated[int, typer.Option(envvar="RAY_PORT", min=1, max=65535, help="Port of the head.")]
 NoAuth = Annotated[
     bool,
     typer.Option("--no-auth", help="Let everybody who reaches the head run code in the cluster."),
@@ -119,7 +116,7 @@ def start(
     if not source.authenticate:
         _say(
             f"WARNING: no authentication. Everybody who reaches port {port} of the head can run "
-            "code as this user on every node.",
+            "code as this user on every node."
         )
     _catch_signals()
     try:

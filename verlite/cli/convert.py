@@ -19,8 +19,7 @@ app = typer.Typer(
 )
 
 Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Write a YAML file for --config-name instead."),
+    Path | None, typer.Option("--output", "-o", help="Write a YAML file for --config-name instead.")
 ]
 Version = Annotated[
     str | None,
@@ -32,9 +31,7 @@ Version = Annotated[
 ]
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
-)
+@app.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
 def openrlhf(
     flags: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND-LINE", help="OpenRLHF's command line.")
@@ -64,9 +61,7 @@ def rlinf(
     show(lambda: source.convert(file), output)
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
-)
+@app.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
 def trl(
     words: Annotated[
         list[str],

@@ -173,8 +173,7 @@ def supervise(
         int, typer.Option(min=0, help="Restarts in a row without a new checkpoint.")
     ] = 10,
     same_step: Annotated[
-        int,
-        typer.Option(min=0, help="Give up after this many failures at one step. 0: no limit."),
+        int, typer.Option(min=0, help="Give up after this many failures at one step. 0: no limit.")
     ] = 3,
 ) -> None:
     """Run a training command, and start it again after a stop or a failure that may pass.

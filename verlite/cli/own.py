@@ -47,8 +47,7 @@ def contract(
         ),
     ],
     whitens: Annotated[
-        bool,
-        typer.Option("--whitens", help="The estimator normalizes over the whole batch."),
+        bool, typer.Option("--whitens", help="The estimator normalizes over the whole batch.")
     ] = False,
     kwargs: Annotated[
         str,
@@ -159,8 +158,7 @@ def data(
         str | None, typer.Option(help="Text of a system message in front of every prompt.")
     ] = None,
     template: Annotated[
-        str | None,
-        typer.Option(help="Format of the prompt, with {} for the column's text."),
+        str | None, typer.Option(help="Format of the prompt, with {} for the column's text.")
     ] = None,
     source: Annotated[
         str | None,
@@ -170,8 +168,7 @@ def data(
         ),
     ] = None,
     hold_out: Annotated[
-        int,
-        typer.Option(min=0, help="Write this many random rows to NAME_test.parquet instead."),
+        int, typer.Option(min=0, help="Write this many random rows to NAME_test.parquet instead.")
     ] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:

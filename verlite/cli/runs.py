@@ -324,13 +324,7 @@ def show(
     With trainer.mode=async also what became of the prompts that the newest checkpoint has drawn.
     """
     from verlite.files import one_line
-    from verlite.report.samples import (
-        drawn_prompts,
-        legend,
-        lowest_scores,
-        read_samples,
-        render,
-    )
+    from verlite.report.samples import drawn_prompts, legend, lowest_scores, read_samples, render
     from verlite.terminal import console
 
     try:

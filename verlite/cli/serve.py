@@ -108,12 +108,10 @@ class FaissIndex(StrEnum):
 @from_data_classes
 def retriever(
     corpus: Annotated[
-        str,
-        Option(help="Passages, .jsonl or .jsonl.gz: id and contents, or id, title and text."),
+        str, Option(help="Passages, .jsonl or .jsonl.gz: id and contents, or id, title and text.")
     ],
     index: Annotated[
-        str | None,
-        Option(metavar="DIR", help="Build the index here once, then load it from here."),
+        str | None, Option(metavar="DIR", help="Build the index here once, then load it from here.")
     ] = None,
     rebuild: Annotated[
         bool, Option("--rebuild", help="Build the index again and replace the old one.")
@@ -122,8 +120,7 @@ def retriever(
         Retriever, Option(help="dense needs pip install 'verlite[dense]'.")
     ] = Retriever.bm25,
     topk: Annotated[
-        int,
-        Option(min=1, max=100, help="Passages per query, if the request has no topk."),
+        int, Option(min=1, max=100, help="Passages per query, if the request has no topk.")
     ] = 3,
     k1: Annotated[float, Option(min=0, help="bm25: weight of repeated words.")] = 0.9,
     b: Annotated[float, Option(min=0, max=1, help="bm25: strength of length normalization.")] = 0.4,
@@ -304,10 +301,7 @@ class Device(StrEnum):
 @app.command()
 @from_data_classes
 def reference(
-    model_path: Annotated[
-        str,
-        Option(help="Hugging Face folder, or hub name."),
-    ],
+    model_path: Annotated[str, Option(help="Hugging Face folder, or hub name.")],
     tensor_parallel_size: Annotated[
         int,
         Option(
@@ -320,14 +314,10 @@ def reference(
         Dtype, Option(help="In which it computes. auto: bfloat16 on GPUs, float32 on CPUs.")
     ] = Dtype.auto,
     model_dtype: Annotated[
-        Dtype,
-        Option(help="Of the weights in memory. auto: as --dtype."),
+        Dtype, Option(help="Of the weights in memory. auto: as --dtype.")
     ] = Dtype.auto,
     device: Annotated[Device, Option(help="auto: cuda if there is a GPU.")] = Device.auto,
-    max_tokens_per_gpu: Annotated[
-        int,
-        Option(min=1, help="Tokens of one pass."),
-    ] = 16384,
+    max_tokens_per_gpu: Annotated[int, Option(min=1, help="Tokens of one pass.")] = 16384,
     max_sequences: Annotated[int, Option(min=1, help="Per request.")] = 4096,
     max_body: Annotated[int, Option(min=1, help="Bytes per request.")] = 1 << 26,
     trust_remote_code: Annotated[

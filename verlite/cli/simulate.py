@@ -33,8 +33,7 @@ class GivenCosts:
         Seconds, typer.Option(metavar="S", help="Seconds of an engine for each token of a prompt.")
     ] = None
     update_token_s: Annotated[
-        Seconds,
-        typer.Option(metavar="S", help="Device-seconds of training passes for each token."),
+        Seconds, typer.Option(metavar="S", help="Device-seconds of training passes for each token.")
     ] = None
     update_s: Annotated[
         Seconds,

@@ -181,8 +181,7 @@ def _tool(entry: Mapping[str, Any], where: str) -> Any:
         schema = entry.get("tool_schema")
         create = getattr(importlib.import_module(module), name)
         return create(
-            config=config,
-            tool_schema=schema and OpenAIFunctionToolSchema.model_validate(schema),
+            config=config, tool_schema=schema and OpenAIFunctionToolSchema.model_validate(schema)
         )
     except SignalExit:
         raise

@@ -664,10 +664,7 @@ def _longest_response(config: Config) -> int:
         return longest_sequence(config) - 1
     if not max_turns(config):
         return data.max_response_length
-    return min(
-        worst_case(config) - longest_prompt(config)[1],
-        longest_sequence(config) - 1,
-    )
+    return min(worst_case(config) - longest_prompt(config)[1], longest_sequence(config) - 1)
 
 
 def length_arithmetic(config: Config) -> str:

@@ -756,9 +756,7 @@ class RolloutConfig:
         used_when=VLLM,
     )
     enable_chunked_prefill: bool = key(
-        True,
-        "vLLM: split long prompts over several engine steps. Not on CPUs.",
-        used_when=VLLM,
+        True, "vLLM: split long prompts over several engine steps. Not on CPUs.", used_when=VLLM
     )
     free_cache_engine: bool = key(
         True,
@@ -1381,10 +1379,7 @@ class RunConfig:
     """Passes over the data if no length is given."""
 
     device: str = key(
-        "auto",
-        "auto: a GPU if there is one.",
-        choices=("auto", "cuda", "cpu"),
-        hints=DEVICE_HINTS,
+        "auto", "auto: a GPU if there is one.", choices=("auto", "cuda", "cpu"), hints=DEVICE_HINTS
     )
     total_epochs: Optional[int] = key(
         None,
@@ -1489,9 +1484,7 @@ class TrainerConfig(RunConfig):
     )
     default_hdfs_dir: Optional[str] = key(None, "Not supported: must be null.")
     max_actor_ckpt_to_keep: Optional[int] = key(
-        None,
-        "Keep this many newest checkpoints. null: all.",
-        bound=">= 1",
+        None, "Keep this many newest checkpoints. null: all.", bound=">= 1"
     )
     export_hf: bool = key(
         True,

@@ -30,10 +30,7 @@ EACH_EPOCH = "after_each_epoch"
 class RowsConfig:
     """Files of rows, and how rows become batches."""
 
-    train_files: Files = key(
-        MISSING,
-        "File, or list of files: parquet, jsonl, json or csv.",
-    )
+    train_files: Files = key(MISSING, "File, or list of files: parquet, jsonl, json or csv.")
     val_files: Files = key(
         None, "File, or list of files, for the validation loss. null: no validation."
     )

@@ -49,9 +49,7 @@ def conf_dir() -> Path:
 
 
 def from_command_line(
-    overrides: Sequence[str],
-    config_dir: str | Path | None,
-    command: Command = PPO,
+    overrides: Sequence[str], config_dir: str | Path | None, command: Command = PPO
 ) -> tuple[list[Assignment], list[str], list[Problem]]:
     """Parse overrides.
 
@@ -231,10 +229,7 @@ def our_names(command: Command = PPO) -> tuple[str, ...]:
 
 
 def from_yaml(
-    name: str,
-    config_dir: Path | None,
-    groups: Iterable[str],
-    command: Command = PPO,
+    name: str, config_dir: Path | None, groups: Iterable[str], command: Command = PPO
 ) -> list[Assignment]:
     """Return the assignments of a configuration's YAML files, in the order of the defaults list.
 

@@ -73,11 +73,7 @@ def check_reward(
         raise ValueError(f"module {place} was not found on the Python path")
     scorer = Scorer(
         ScorerSpec(
-            place,
-            name,
-            kwargs or {},
-            secret_env_vars=list(os.environ),
-            item_timeout_s=TIME_LIMIT_S,
+            place, name, kwargs or {}, secret_env_vars=list(os.environ), item_timeout_s=TIME_LIMIT_S
         )
     )
     try:

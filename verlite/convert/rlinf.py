@@ -22,19 +22,9 @@ from verlite.files import check_yaml, one_line
 FILE = Path(__file__).with_suffix(".toml")
 _ACTOR = read(FILE, role="actor", section=ACTOR, fsdp=f"{ACTOR}fsdp_config.").sections
 _CRITIC = read(
-    FILE,
-    role="critic",
-    section="critic.",
-    fsdp="critic.model.fsdp_config.",
-    model="critic.model.",
+    FILE, role="critic", section="critic.", fsdp="critic.model.fsdp_config.", model="critic.model."
 ).sections
-KEYS = (
-    *_ACTOR["keys"],
-    *_ACTOR["model"],
-    *_ACTOR["critic"],
-    *_CRITIC["model"],
-    *_ACTOR["reward"],
-)
+KEYS = (*_ACTOR["keys"], *_ACTOR["model"], *_ACTOR["critic"], *_CRITIC["model"], *_ACTOR["reward"])
 """Every key of RLinf's math YAMLs."""
 PRECISIONS = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
 MAPPINGS = ("cluster.component_placement",)

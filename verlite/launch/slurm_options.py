@@ -76,8 +76,7 @@ class Options:
         ),
     ] = ()
     shm_size: Annotated[
-        str | None,
-        Option(metavar="SIZE", help="Limit of /dev/shm in containers. Default: 128g."),
+        str | None, Option(metavar="SIZE", help="Limit of /dev/shm in containers. Default: 128g.")
     ] = None
     rocm: Annotated[bool, Option("--rocm", help="The GPUs are AMD's.")] = False
     python: Annotated[

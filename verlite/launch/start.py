@@ -234,12 +234,7 @@ def _wait_for_head(source: HeadSource, say: Say) -> tuple[str, str | None, Clust
 
 
 def _ray_start(
-    options: Options,
-    head: str,
-    address: str,
-    ray_options: list[str],
-    token: str | None,
-    say: Say,
+    options: Options, head: str, address: str, ray_options: list[str], token: str | None, say: Say
 ) -> tuple[RayNode, ClusterView]:
     """Run `ray start`, and record what it started. On an error nothing is left."""
     ray_options = [*ray_options, f"--node-ip-address={address}"]

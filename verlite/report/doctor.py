@@ -62,15 +62,7 @@ def examine(folder: Path = Path(".")) -> list[Check]:
     Args:
         folder: where runs are written, for the free disk space.
     """
-    return [
-        *_python(),
-        *_packages(),
-        *_vllm(),
-        *_devices(),
-        *_memory(),
-        *_limits(),
-        *_disk(folder),
-    ]
+    return [*_python(), *_packages(), *_vllm(), *_devices(), *_memory(), *_limits(), *_disk(folder)]
 
 
 def healthy(findings: list[Check]) -> bool:

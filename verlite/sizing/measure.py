@@ -117,10 +117,7 @@ def measure(spec: DryEngineSpec, passes: Passes, whole: bool = False) -> RoleMem
             run.parameters, run.optimizer, _most(run.forward), _most(run.update), run.host
         )
     short, long = (
-        _run(
-            replace(spec, model=replace(spec.model, override_config=override)),
-            passes,
-        )
+        _run(replace(spec, model=replace(spec.model, override_config=override)), passes)
         for override in (with_layers(spec.model, n) for n in (SHORT, LONG))
     )
 

@@ -231,12 +231,7 @@ class Simulated:
 
 
 def simulate(
-    workload: Workload,
-    costs: Costs,
-    settings: Settings,
-    steps: int = 20,
-    *,
-    is_whole: bool = False,
+    workload: Workload, costs: Costs, settings: Settings, steps: int = 20, *, is_whole: bool = False
 ) -> Simulated:
     """Simulate the first steps of a run.
 

@@ -9,13 +9,7 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.sizing.devices import Devices
 from verlite.sizing.facts import ModelFacts, model_facts
-from verlite.sizing.memory import (
-    ASLEEP,
-    FRAGMENTS,
-    PROCESS,
-    DeviceGroup,
-    Memory,
-)
+from verlite.sizing.memory import ASLEEP, FRAGMENTS, PROCESS, DeviceGroup, Memory
 from verlite.terminal import GIB, amount, facts_table, flops, grid, size
 
 if TYPE_CHECKING:

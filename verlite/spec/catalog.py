@@ -36,13 +36,7 @@ class Estimator:
     """The advantages of a prompt's samples depend on no other prompt of the step."""
 
 
-MEASURED_INPUTS = (
-    "values",
-    "reward_baselines",
-    "old_log_probs",
-    "sum_pi_squared",
-    "gdpo_rewards",
-)
+MEASURED_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "gdpo_rewards")
 """Inputs that cost a forward pass or an extra sample, or that keys of the estimator choose.
 
 They are produced only for estimators that read them.

@@ -10,16 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from verlite.config.problems import Problem
-from verlite.config.rules import (
-    algorithm,
-    code,
-    data,
-    declared,
-    devices,
-    errors,
-    models,
-    trainer,
-)
+from verlite.config.rules import algorithm, code, data, declared, devices, errors, models, trainer
 from verlite.config.rules.context import KEYS, Context
 from verlite.config.schema import Config
 

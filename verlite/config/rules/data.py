@@ -36,12 +36,7 @@ def named(train_files: Any, val_files: Any) -> Iterator[Problem]:
     for key, value in ((TRAIN, train_files), (VAL, val_files)):
         files = plan.files_of(value)
         if not any(files) and (files or key == TRAIN):
-            yield Problem(
-                key,
-                value,
-                "must name at least one file",
-                WRITERS,
-            )
+            yield Problem(key, value, "must name at least one file", WRITERS)
         elif not all(files):
             yield Problem(key, value, "one of the names is empty", "Leave it out.")
 
