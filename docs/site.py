@@ -121,8 +121,7 @@ def _code(text: str, path: Path, title: str = "") -> str:
 
 def key_pages() -> Iterator[tuple[str, str]]:
     """Yield a page of all keys for each training command."""
-    from verlite.config.command import PPO
-    from verlite.config.sft import DPO, SFT
+    from verlite.config.commands import DPO, PPO, SFT
 
     for command, uri, module in (
         (PPO, "reference/keys.md", "verlite.main_ppo"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "site_name: planted\nvalidation: {links: {anchors: warn}}\n"

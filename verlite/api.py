@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import keys
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.load import Loaded, compose, dump
 from verlite.config.plan import Plan, make_plan
 from verlite.config.problems import ConfigError, Note, Problem

@@ -9,7 +9,7 @@ codes are those of main_sft.
 
 from typing import TYPE_CHECKING
 
-from verlite.config.sft import DPO
+from verlite.config.commands import DPO
 from verlite.main_sft import tune
 from verlite.trainer import command
 

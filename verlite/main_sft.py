@@ -21,9 +21,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from verlite.config.command import Command
+from verlite.config.commands import SFT, Command
 from verlite.config.load import main_argv
-from verlite.config.sft import SFT
 from verlite.trainer import command
 from verlite.trainer.stop import Stop
 

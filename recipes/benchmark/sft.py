@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workload import model_of
 
-from verlite.config.sft import compose
+from verlite.config.commands import SFT
+from verlite.config.load import compose
 from verlite.data.sampler import PromptSampler
 from verlite.main_sft import main as main_sft
 from verlite.sft.data import Example, read_examples
@@ -160,7 +161,7 @@ def main(rounds: int, steps: int, rows: int) -> None:
             "trainer.device=cpu",
             "trainer.total_epochs=1",
         ]
-        config = compose(overrides=options).config
+        config = compose(overrides=options, command=SFT).config
         tokenizer = AutoTokenizer.from_pretrained(model)
         examples = read_examples(config.data.train_files, tokenizer, config.data)
         order = PromptSampler(len(examples), rows, config.trainer.seed)

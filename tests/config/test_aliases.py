@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.conftest import texts, write_prompts
 from verlite.config import ConfigError, translation
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.problems import notes_text
 from verlite.config.rules import declared
 

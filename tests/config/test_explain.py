@@ -1,6 +1,6 @@
 import pytest
 
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.explain import explain
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from verlite.config import ConfigError, translation
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.load import dump
 
 RAY_INIT = "ray_kwargs.ray_init."

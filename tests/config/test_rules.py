@@ -13,7 +13,7 @@ from tests.config.conftest import write_prompts
 from tests.trainer.test_batch import generated_batch
 from tests.trainer.test_stages import fake_run
 from verlite.config import ConfigError, make_plan, plan
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.compile import policy_loss_spec
 from verlite.config.plan import installed
 from verlite.config.problems import nearest

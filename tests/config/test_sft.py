@@ -2,17 +2,19 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.config.conftest import texts, write_prompts
 from verlite.cli import app
-from verlite.config import ConfigError, keys, translation
-from verlite.config.command import PPO
-from verlite.config.sft import SFT, compose
+from verlite.config import ConfigError, keys, load, translation
+from verlite.config.commands import PPO, SFT
 from verlite.config.sources import from_our_yaml
 from verlite.main_sft import main
+
+compose = partial(load.compose, command=SFT)
 
 WRONG = [
     ("data.train_files=null", "data.train_files", "must name at least one file"),

@@ -8,8 +8,8 @@ import yaml
 
 from tests.config.conftest import texts
 from verlite.config import compose
+from verlite.config.commands import SFT
 from verlite.config.problems import ConfigError
-from verlite.config.sft import SFT
 
 ENGINE = {
     "_target_": "verl.workers.config.FSDPEngineConfig",

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import ConfigError
-from verlite.config.command import PPO, Command
+from verlite.config.commands import PPO, SFT, Command
 from verlite.config.load import compose, parse_argv
 from verlite.config.problems import Note
-from verlite.config.sft import SFT
 
 SAMPLES = Path(__file__).parents[1] / "samples" / "guides"
 FILES = {"verl.txt": PPO, "verl_sft.txt": SFT}

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import translation
-from verlite.config.command import PPO, Command
-from verlite.config.sft import SFT
+from verlite.config.commands import PPO, SFT, Command
 from verlite.masking import display
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl_keys.md"

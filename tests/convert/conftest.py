@@ -9,7 +9,7 @@ from packaging.version import Version
 from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixture for all tests)
 from tests.models import tiny_tokenizer
 from verlite.cli.before_run import check
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.convert.rows import Table
 from verlite.convert.text import Conversion, program
 

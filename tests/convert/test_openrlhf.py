@@ -7,9 +7,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.convert.conftest import SAMPLES, check_changes
-from verlite.config.command import PPO
+from verlite.config.commands import DPO, PPO, SFT
 from verlite.config.problems import ConfigError
-from verlite.config.sft import DPO, SFT
 from verlite.convert import openrlhf, text
 from verlite.convert.formulas import VERBATIM
 from verlite.convert.openrlhf import FLAGS, TABLES

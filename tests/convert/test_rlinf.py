@@ -6,7 +6,7 @@ import pytest
 
 from tests.convert.conftest import BOMB, SAMPLES
 from verlite.config import plan
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.problems import ConfigError
 from verlite.convert import rlinf, rows
 from verlite.convert.rlinf import KEYS

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.convert.conftest import BOMB, SAMPLES, check_changes
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.problems import ConfigError
 from verlite.convert import rows, text, trl
 from verlite.convert.formulas import COMMANDS, own_key

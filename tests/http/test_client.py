@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.http.client import Broken, Client, Down, Refused, Retry, TokenError, Unavailable
 from verlite.rollout.servers import fit
 from verlite.spec import roles

@@ -11,7 +11,7 @@ from recipes.methods.curves import METHODS, task_settings
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
 from verlite.config import compose, make_plan
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.spec import catalog, correction
 
 pytestmark = pytest.mark.process

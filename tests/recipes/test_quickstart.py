@@ -12,6 +12,7 @@ from recipes.dpo import make as dpo
 from recipes.quickstart import make, run
 from recipes.search import run as search_run
 from verlite.config import sft
+from verlite.config.commands import SFT
 from verlite.config.load import compose
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.engine.folder import load_tokenizer
@@ -103,7 +104,7 @@ def test_commands_use_each_others_files(tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
     (tmp_path / make.FOLDER / "warm_up.parquet").touch()
     monkeypatch.chdir(tmp_path)
-    warm_up = sft.compose(overrides=run.WARM_UP[2:]).config
+    warm_up = compose(overrides=run.WARM_UP[2:], command=SFT).config
     config = compose("quickstart", check=False).config
     assert warm_up.model.path == f"{make.FOLDER}/model"
     assert config.actor_rollout_ref.model.path == f"{warm_up.trainer.default_local_dir}/huggingface"

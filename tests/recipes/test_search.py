@@ -9,6 +9,7 @@ import pytest
 
 from recipes.search import make, run
 from verlite.config import make_plan, sft
+from verlite.config.commands import SFT
 from verlite.config.load import compose
 from verlite.data.dataset import PromptDataset
 from verlite.engine.folder import load_tokenizer
@@ -108,7 +109,9 @@ def test_commands_use_each_others_files(built, tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
     (tmp_path / make.FOLDER / "warm_up.parquet").touch()
     monkeypatch.chdir(tmp_path)
-    assert sft.compose(overrides=run.WARM_UP[2:]).config.model.path == f"{make.FOLDER}/model"
+    assert (
+        compose(overrides=run.WARM_UP[2:], command=SFT).config.model.path == f"{make.FOLDER}/model"
+    )
     config = compose("search_demo", check=False).config
     assert (
         config.actor_rollout_ref.model.path == f"{make.FOLDER}/warm_up/huggingface"

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from tests.models import tiny_model
 from verlite.cli import app
-from verlite.config import compose, sft
+from verlite.config import compose
+from verlite.config.commands import SFT
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -43,7 +44,7 @@ def run_page(name: str, script: str) -> str:
         words = shlex.split(text.replace("\\\n", " "))
         words = [re.sub(r"(model\.path=).*", rf"\g<1>{model}", word) for word in words]
         if module == "main_sft":
-            loaded = sft.compose(None, words)
+            loaded = compose(None, words, command=SFT)
         else:
             loaded = compose(words[1], words[2:])
         assert [str(note) for note in loaded.notes] == [], module

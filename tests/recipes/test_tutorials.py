@@ -8,9 +8,8 @@ import pytest
 import typer
 
 from verlite.cli import app
-from verlite.config.command import PPO
+from verlite.config.commands import PPO, SFT
 from verlite.config.load import compose, parse_argv
-from verlite.config.sft import SFT
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("tutorial_sft_rl", "tutorial_debug", "tutorial_nodes")

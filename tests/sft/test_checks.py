@@ -12,9 +12,9 @@ from tests.trainer.runs import driver_state
 from verlite import tables
 from verlite.cli import app
 from verlite.config import critical
+from verlite.config.commands import DPO, SFT
 from verlite.config.critical import tuning_settings
 from verlite.config.load import compose
-from verlite.config.sft import DPO, SFT
 from verlite.engine.process_group import single_process_group
 from verlite.sft import dpo, train
 from verlite.sft.run import tuning_preflight

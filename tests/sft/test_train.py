@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from tests.trainer.test_stages import Screen
 from verlite.cli import app
 from verlite.config import load, sft
+from verlite.config.commands import DPO, SFT
 from verlite.config.critical import tuning_settings
 from verlite.config.problems import ConfigError
-from verlite.config.sft import SFTDataConfig, compose
+from verlite.config.sft import SFTDataConfig
 from verlite.control.commands import Do
 from verlite.control.machine import Machine
 from verlite.data.sampler import PromptSampler
@@ -161,7 +162,7 @@ def test_twenty_steps_equal_a_plain_loop(tiny_qwen2, tmp_path):
     )
     assert main(options) == 0
     found = [line["train/loss"] for line in lines(tmp_path / "run")]
-    config = compose(overrides=options).config
+    config = load.compose(overrides=options, command=SFT).config
     examples = read_examples(str(file), AutoTokenizer.from_pretrained(tiny_qwen2), config.data)
     assert len({tuple(example.mask) for example in examples}) > 3, "masks differ"
     assert any(0 in example.mask for example in examples)
@@ -224,11 +225,11 @@ def test_stopped_run_resumes_to_the_same_numbers(
 @pytest.mark.parametrize(
     ("change", "command"),
     [
-        ("model.custom_chat_template='{{ messages }}'", sft.SFT),
-        ("model.tokenizer_path=.", sft.SFT),
-        ("data.prompt_dict_keys=[a]", sft.DPO),
-        ("data.response_dict_keys=[a]", sft.SFT),
-        ("data.apply_chat_template_kwargs={a: 1}", sft.DPO),
+        ("model.custom_chat_template='{{ messages }}'", SFT),
+        ("model.tokenizer_path=.", SFT),
+        ("data.prompt_dict_keys=[a]", DPO),
+        ("data.response_dict_keys=[a]", SFT),
+        ("data.apply_chat_template_kwargs={a: 1}", DPO),
     ],
 )
 def test_settings_of_the_tokens_are_critical(tiny_qwen2, sums, tmp_path, change, command):
@@ -362,8 +363,8 @@ def test_command_learns_and_writes_a_transformers_model(tiny_qwen2, sums, tmp_pa
     assert "lr: 0.003  # command line" in config
     assert "lr_warmup_steps_ratio: 0.03\n" in config
     (tmp_path / "again.yaml").write_text(config)
-    again = compose("again", config_dir=tmp_path)
-    assert again.config == compose(overrides=options).config
+    again = load.compose("again", config_dir=tmp_path, command=SFT)
+    assert again.config == load.compose(overrides=options, command=SFT).config
     exported = run_dir / "huggingface"
     examples = read_examples(str(sums), AutoTokenizer.from_pretrained(exported), SFTDataConfig())
     assert transformers_loss(exported, examples) == pytest.approx(steps[-1]["val/loss"], abs=1e-4)
@@ -443,7 +444,8 @@ def test_two_ranks_equal_one_rank(tiny_qwen2, sums, tmp_path, sharing):
 
 def test_all_invalid_keys_are_reported_together(capsys):
     with pytest.raises(ConfigError) as caught:
-        compose(
+        load.compose(
+            command=SFT,
             overrides=[
                 "data.train_file=x",
                 "optim.lr=fast",
@@ -451,7 +453,7 @@ def test_all_invalid_keys_are_reported_together(capsys):
                 "data.truncation=left",
                 "model=x",
                 "model.override_config.rope_theta=1e6",
-            ]
+            ],
         )
     by_key = {problem.key: problem for problem in caught.value.problems}
     assert set(by_key) == {
@@ -465,14 +467,15 @@ def test_all_invalid_keys_are_reported_together(capsys):
     assert "data.train_files" in by_key["data.train_file"].remedy
     assert by_key["optim.lr"].rule == "expected number, got text"
     with pytest.raises(ConfigError) as caught:
-        compose(
+        load.compose(
+            command=SFT,
             overrides=[
                 "data.train_files=x",
                 "model.path=y",
                 "trainer.device=tpu",
                 "data.truncation=left",
                 "trainer.test_freq=2",
-            ]
+            ],
         )
     assert {problem.key for problem in caught.value.problems} == {
         "data.train_files",

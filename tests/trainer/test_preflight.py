@@ -24,10 +24,10 @@ from tests.models import tiny_model
 from tests.trainer.runs import driver_state
 from verlite import hub, main_dpo, main_ppo, main_sft
 from verlite.cli.before_run import check as check_command
+from verlite.config.commands import DPO as DPO_COMMAND
+from verlite.config.commands import SFT as SFT_COMMAND
 from verlite.config.critical import begin_run, critical_settings, tuning_settings
 from verlite.config.load import compose
-from verlite.config.sft import DPO as DPO_COMMAND
-from verlite.config.sft import SFT as SFT_COMMAND
 from verlite.engine.reference_wire import ModelInfo
 from verlite.sft import run as sft_run
 from verlite.spec.catalog import load

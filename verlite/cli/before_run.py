@@ -75,12 +75,12 @@ def _check_rl(arguments: list[str]) -> None:
 def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     """Check a command of main_sft or main_dpo. What this machine lacks for a pasted one is a
     note."""
-    from verlite.config import sft
+    from verlite.config import commands
     from verlite.config.load import main_argv
     from verlite.config.problems import notes_text
     from verlite.terminal import console
 
-    command = sft.DPO if name in DPO else sft.SFT
+    command = commands.DPO if name in DPO else commands.SFT
     program = f"verlite check {'main_dpo' if name in DPO else 'main_sft'}"
     loaded: Any = main_argv(arguments, program, elsewhere=True, command=command)
     out = console()
@@ -250,9 +250,8 @@ def explain(
     dpo: Annotated[bool, typer.Option("--dpo", help="A key of main_dpo.")] = False,
 ) -> None:
     """Print the meaning, type, default and legal values of a configuration key."""
-    from verlite.config.command import PPO
+    from verlite.config.commands import DPO, PPO, SFT
     from verlite.config.explain import explain as explain_key
-    from verlite.config.sft import DPO, SFT
 
     try:
         print(explain_key(key, DPO if dpo else SFT if sft else PPO))

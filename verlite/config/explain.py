@@ -2,7 +2,7 @@
 
 import re
 
-from verlite.config.command import PPO, Command
+from verlite.config.commands import PPO, Command
 from verlite.config.keys import Key
 from verlite.config.problems import nearest
 from verlite.config.rules import declared

@@ -20,7 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
 from verlite.config import translation, verl_code
-from verlite.config.command import PPO, Command
+from verlite.config.commands import PPO, Command
 from verlite.config.keys import Key
 from verlite.config.problems import ConfigError, Note, Problem, nearest
 from verlite.config.schema import Config

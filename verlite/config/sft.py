@@ -4,23 +4,18 @@ Keys that verl has too keep verl's names.
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Optional, Union, cast
+from typing import Any, ClassVar, Optional, Union
 
 from omegaconf import MISSING
 
 from verlite import hub, machine
-from verlite.config import load, translation
-from verlite.config.command import PPO, Command
 from verlite.config.keys import Key, key, section
-from verlite.config.load import LoadedConfig
 from verlite.config.problems import Problem
 from verlite.config.rules import data, declared, devices, errors, models, trainer
 from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig, RunConfig
-from verlite.config.translation import Tables
 
 EACH_EPOCH = "after_each_epoch"
 """verl's name for as many steps as an epoch has."""
@@ -176,23 +171,50 @@ class SFTConfig(TuningConfig):
     )
 
 
-LoadedSFT = LoadedConfig[SFTConfig]
-"""A configuration that satisfies every rule."""
+@dataclass
+class DPODataConfig(RowsConfig):
+    """Preferences: a row has a prompt, a better response and a worse one."""
+
+    chosen_key: str = key(
+        "chosen",
+        "Column of the better response: text, or messages of which the last one is the response. "
+        "Without a column data.prompt_key, the messages before it are the prompt.",
+    )
+    rejected_key: str = key("rejected", "The same for the worse response.")
 
 
-def compose(
-    config_name: str | None = None,
-    overrides: Sequence[str] = (),
-    config_dir: str | Path | None = None,
-    elsewhere: bool = False,
-) -> LoadedSFT:
-    """Build the configuration from a YAML file (default conf/sft.yaml) and overrides.
+@dataclass
+class DPOTrainerConfig(SFTTrainerConfig):
+    """Duration, validation and output."""
 
-    Raises:
-        ConfigError: with every unknown key, wrong type, missing value and violated rule.
-    """
-    loaded: Any = load.compose(config_name, overrides, config_dir, True, elsewhere, SFT)
-    return cast(LoadedSFT, loaded)
+    usual_epochs: ClassVar[int] = 1
+
+
+@dataclass
+class DPOConfig(TuningConfig):
+    """Direct preference optimization."""
+
+    data: DPODataConfig = section(DPODataConfig, "Preferences.", train_batch_size=64)
+    optim: OptimConfig = section(
+        OptimConfig,
+        "AdamW and its learning-rate schedule.",
+        lr=1e-6,
+        lr_warmup_steps_ratio=0.1,
+        lr_scheduler_type="cosine",
+        min_lr_ratio=0.1,
+    )
+    trainer: DPOTrainerConfig = section(
+        DPOTrainerConfig,
+        "Duration, validation and output.",
+        project_name="verlite_dpo",
+        experiment_name="dpo",
+    )
+    beta: float = key(
+        0.1,
+        "How much a log-prob may differ from that at the start of the run: a response's reward is "
+        "beta * (log p - log p at the start). Smaller values allow more.",
+        bound="> 0",
+    )
 
 
 def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
@@ -276,87 +298,3 @@ def effects(
             "data.max_token_len_per_gpu limits a pass (data.use_dynamic_bsz=true)"
         )
     return reasons, []
-
-
-PATHS = (
-    "data.train_files",
-    "data.val_files",
-    "model.path",
-    "model.tokenizer_path",
-    "trainer.default_local_dir",
-    "trainer.resume_from_path",
-)
-SFT: Command = Command(
-    schema=SFTConfig,
-    config_name="sft",
-    tables=translation.read_sft(PPO.tables),
-    verl_defaults=partial(translation.defaults, translation.SFT_TABLE),
-    verl_files=translation.SFT_TRAINERS,
-    rules=lambda config, user_keys: check(config, SFT.keys),
-    effects=lambda config, user_keys, _: effects(config, user_keys, SFT.keys),
-    paths=PATHS,
-    list_keys="List keys: python -m verlite.main_sft --help.",
-    explain="verlite explain --sft",
-)
-"""`verlite.main_sft`."""
-
-
-@dataclass
-class DPODataConfig(RowsConfig):
-    """Preferences: a row has a prompt, a better response and a worse one."""
-
-    chosen_key: str = key(
-        "chosen",
-        "Column of the better response: text, or messages of which the last one is the response. "
-        "Without a column data.prompt_key, the messages before it are the prompt.",
-    )
-    rejected_key: str = key("rejected", "The same for the worse response.")
-
-
-@dataclass
-class DPOTrainerConfig(SFTTrainerConfig):
-    """Duration, validation and output."""
-
-    usual_epochs: ClassVar[int] = 1
-
-
-@dataclass
-class DPOConfig(TuningConfig):
-    """Direct preference optimization."""
-
-    data: DPODataConfig = section(DPODataConfig, "Preferences.", train_batch_size=64)
-    optim: OptimConfig = section(
-        OptimConfig,
-        "AdamW and its learning-rate schedule.",
-        lr=1e-6,
-        lr_warmup_steps_ratio=0.1,
-        lr_scheduler_type="cosine",
-        min_lr_ratio=0.1,
-    )
-    trainer: DPOTrainerConfig = section(
-        DPOTrainerConfig,
-        "Duration, validation and output.",
-        project_name="verlite_dpo",
-        experiment_name="dpo",
-    )
-    beta: float = key(
-        0.1,
-        "How much a log-prob may differ from that at the start of the run: a response's reward is "
-        "beta * (log p - log p at the start). Smaller values allow more.",
-        bound="> 0",
-    )
-
-
-DPO: Command = Command(
-    schema=DPOConfig,
-    config_name="dpo",
-    tables=Tables(),
-    verl_defaults=dict,
-    verl_files={},
-    rules=lambda config, user_keys: check(config, DPO.keys),
-    effects=lambda config, user_keys, _: effects(config, user_keys, DPO.keys),
-    paths=PATHS,
-    list_keys="List keys: python -m verlite.main_dpo --help.",
-    explain="verlite explain --dpo",
-)
-"""`verlite.main_dpo`."""

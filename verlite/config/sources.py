@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verlite
-from verlite.config.command import PPO, Command
+from verlite.config.commands import PPO, Command
 from verlite.config.problems import ConfigError, Problem
 from verlite.masking import display, is_secret
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verlite.config.command import Command
+from verlite.config.commands import Command
 from verlite.config.problems import Problem
 from verlite.config.sources import Assignment
 from verlite.importing import VERL_VARIABLE, module_path

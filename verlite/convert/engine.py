@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verlite.config import rules
-from verlite.config.command import PPO, Command
+from verlite.config.commands import PPO, Command
 from verlite.config.load import compose
 from verlite.config.problems import ConfigError, Problem
 from verlite.convert.rows import NOT_SET, Row

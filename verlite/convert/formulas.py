@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from verlite.config.command import Command
+from verlite.config.commands import DPO, SFT, Command
 from verlite.config.problems import ConfigError, Problem
-from verlite.config.sft import DPO, SFT
 from verlite.convert.engine import Draft
 from verlite.convert.rows import ACTOR, MODEL, ROLLOUT
 from verlite.files import check_yaml, one_line, read_text

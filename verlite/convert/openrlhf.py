@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.engine import Draft, apply
 from verlite.convert.formulas import (

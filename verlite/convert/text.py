@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verlite.config.command import PPO, Command
+from verlite.config.commands import PPO, Command
 from verlite.config.problems import Problem
 
 PLAIN = re.compile(r"[A-Za-z_./~][\w./~@%+:*-]*")

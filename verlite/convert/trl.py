@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.problems import ConfigError, Problem
 from verlite.convert.engine import Draft, apply, sentence
 from verlite.convert.formulas import (

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from verlite import hub
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.load import Loaded, compose
 from verlite.config.plan import needs_critic
 from verlite.config.problems import ConfigError, Note, Problem

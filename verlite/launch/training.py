@@ -1,6 +1,6 @@
 """The training command of a launcher, checked on a machine that may not be one of the run's."""
 
-from verlite.config.command import PPO
+from verlite.config.commands import PPO
 from verlite.config.load import Loaded, compose, parse_argv, with_home
 from verlite.config.problems import ConfigError, Problem
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verlite.config import sft
+from verlite.config import commands
 from verlite.config.sft import DPOConfig, DPODataConfig
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.sft.data import (
@@ -165,7 +165,7 @@ def _side(value: Any, column: str) -> tuple[Messages, str]:
 
 
 TASK = Task(
-    command=sft.DPO,
+    command=commands.DPO,
     kind=DPO,
     columns=columns,
     examples_of=row_examples,

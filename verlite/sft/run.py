@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from verlite.algorithms.kl import FixedKLController
-from verlite.config import command as commands
+from verlite.config import commands
 from verlite.config.compile import fsdp_spec, model_spec, optim_spec
 from verlite.config.critical import tuning_settings
 from verlite.config.load import LoadedConfig, dump

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from verlite.config import sft
+from verlite.config import commands
 from verlite.config.sft import TuningConfig
 from verlite.control.commands import Do
 from verlite.control.machine import Machine
@@ -185,7 +185,7 @@ TASK = Task(
     sources=("sft",),
     loss=lambda config: sft_loss,
     judge=judge,
-    command=sft.SFT,
+    command=commands.SFT,
 )
 """`verlite.main_sft`."""
 

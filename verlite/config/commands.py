@@ -1,16 +1,21 @@
-"""What the configuration of one command consists of: its schema, other names of its keys, rules."""
+"""The training commands main_ppo, main_sft and main_dpo: the schema of each configuration, other
+names of its keys, and its rules.
+"""
 
 import functools
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verlite.config import translation
+from verlite.config import rules, sft, translation
 from verlite.config.keys import Key, find, table
 from verlite.config.problems import Problem
+from verlite.config.rules import declared, notes
+from verlite.config.rules.context import Context
 from verlite.config.schema import Config
 from verlite.config.translation import Tables
 
@@ -28,7 +33,7 @@ class Command:
     verl_defaults: Callable[[], Mapping[str, list[Any]]]
     """verl's keys for the same purpose, with their defaults."""
     verl_files: Mapping[str, str]
-    """verl's own YAML files for it; the values are those of `verl.TRAINERS`."""
+    """verl's own YAML files for it; the values are those of `translation.TRAINERS`."""
     rules: Callable[[Any, Collection[str]], Iterable[Problem]]
     """The rules of a configuration, given the keys that the user set."""
     effects: Callable[[Any, Collection[str], Mapping[str, str]], tuple[dict[str, str], list[str]]]
@@ -94,18 +99,9 @@ class Command:
         return self.tables.meaning(name)
 
 
-def _ppo_rules(config: Config, user_keys: Collection[str]) -> Iterable[Problem]:
-    from verlite.config import rules
-
-    return rules.check(config, user_keys)
-
-
 def _ppo_effects(
     config: Config, user_keys: Collection[str], old_names: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    from verlite.config.rules import declared, notes
-    from verlite.config.rules.context import Context
-
     context = Context(config, user_keys, old_names=old_names)
     return declared.keys_without_effect(context), notes.notes(context)
 
@@ -116,7 +112,7 @@ PPO = Command(
     tables=translation.read_ppo(),
     verl_defaults=translation.defaults,
     verl_files=translation.TRAINERS,
-    rules=_ppo_rules,
+    rules=rules.check,
     effects=_ppo_effects,
     paths=(
         "data.train_files",
@@ -130,3 +126,39 @@ PPO = Command(
     ),
 )
 """`verlite.main_ppo`."""
+
+TUNING_PATHS = (
+    "data.train_files",
+    "data.val_files",
+    "model.path",
+    "model.tokenizer_path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+)
+SFT: Command = Command(
+    schema=sft.SFTConfig,
+    config_name="sft",
+    tables=translation.read_sft(PPO.tables),
+    verl_defaults=partial(translation.defaults, translation.SFT_TABLE),
+    verl_files=translation.SFT_TRAINERS,
+    rules=lambda config, user_keys: sft.check(config, SFT.keys),
+    effects=lambda config, user_keys, _: sft.effects(config, user_keys, SFT.keys),
+    paths=TUNING_PATHS,
+    list_keys="List keys: python -m verlite.main_sft --help.",
+    explain="verlite explain --sft",
+)
+"""`verlite.main_sft`."""
+
+DPO: Command = Command(
+    schema=sft.DPOConfig,
+    config_name="dpo",
+    tables=Tables(),
+    verl_defaults=dict,
+    verl_files={},
+    rules=lambda config, user_keys: sft.check(config, DPO.keys),
+    effects=lambda config, user_keys, _: sft.effects(config, user_keys, DPO.keys),
+    paths=TUNING_PATHS,
+    list_keys="List keys: python -m verlite.main_dpo --help.",
+    explain="verlite explain --dpo",
+)
+"""`verlite.main_dpo`."""
