@@ -47,12 +47,12 @@ ROW = {
 }
 
 
-def sample(tmp_path, code, *turns, count=1, row=ROW, sampling=None, **spec):
-    """Run a program for `count` samples; return (engine, trajectories)."""
+def sample(tmp_path, code, *turns, count=1, row=ROW, sampling=None, begin=ASK, name=None, **spec):
+    """Run a program for `count` samples, or its function `name`; return (engine, trajectories)."""
     file = tmp_path / "agent.py"
-    file.write_text(ASK + textwrap.dedent(code))
+    file.write_text(begin + textwrap.dedent(code))
     engine = Speaker(tokenizer_of(QWEN), *turns)
-    command = f"{sys.executable} {file}"
+    command = f"{file}{name}" if name else f"{sys.executable} {file}"
     settings = AgentSpec(command, **{"timeout_s": 60.0, "memory_gb": 2.0, **spec})
     task = Task(row, [1, 2], sampling or Sampling(max_tokens=100))
 
@@ -151,6 +151,37 @@ def test_a_sample_is_cut_if_its_last_answer_is():
 def test_a_function_may_score(tmp_path):
     _, (trajectory,) = sample(tmp_path, "ask(task['prompt'])", "a", reward="function")
     assert (trajectory.status, trajectory.score) == (Status.DONE, None)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_is_called_in_a_process_of_its_own(tmp_path, kind):
+    code = f"""
+        {kind} agent(task, base_url, key):
+            assert (base_url, key) == (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+            said = ask(task["prompt"])["content"]
+            print("a log without end of line", end="")
+            return {{"score": 1, "said": said, "pid": os.getpid(), "at": os.getcwd()}}
+    """
+    begin = ASK.replace("task = json.load(sys.stdin)\n", "")
+    _, (trajectory,) = sample(tmp_path, code, "330", begin=begin, name=":agent")
+    parts = trajectory.score.parts
+    assert (trajectory.error, trajectory.score.score, parts["said"]) == (None, 1.0, "330")
+    assert parts["pid"] != os.getpid() and parts["at"] == os.path.realpath(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        (":agent", "ended with exit code 1: ZeroDivisionError: division by zero"),
+        (":other", "has no function or class 'other'"),
+    ],
+)
+def test_a_function_that_fails_is_an_unscored_sample(tmp_path, name, error):
+    code = "def agent(task, base_url, key):\n    ask(task['prompt'])\n    return 1 / 0"
+    begin = ASK.replace("task = json.load(sys.stdin)\n", "")
+    _, (trajectory,) = sample(tmp_path, code, "a", begin=begin, name=name)
+    assert trajectory.status is Status.ERROR and trajectory.score is None
+    assert error in trajectory.error
 
 
 def test_a_turn_cut_at_its_limit_at_the_end_is_status_length(tmp_path):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verlite.config.plan import files_of, max_turns, program_words
+from verlite.config.plan import files_of, max_turns, program_code
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
@@ -123,8 +123,7 @@ def code_contents(config: Config) -> dict[str, str]:
     }
     if max_turns(config) and config.env.name not in ENV_FACTORIES:
         places["env.name"] = config.env.name.partition(":")[0]
-    words = program_words(config.agent.command)
-    places["agent.command"] = next((word for word in words if word.endswith(".py")), None)
+    places["agent.command"] = program_code(config)
     written = Path(config.trainer.default_local_dir) / CODE
     found = {}
     for key, place in places.items():

@@ -623,6 +623,14 @@ def program_words(command: str | None) -> list[str]:
         return []
 
 
+def program_code(config: Config) -> str | None:
+    """Return the Python file that agent.command names, or the module of its function."""
+    words = program_words(config.agent.command)
+    if len(words) == 1 and ":" in words[0]:
+        return words[0].rpartition(":")[0]
+    return next((word for word in words[1:] if word.endswith(".py")), None)
+
+
 def is_credit(rule: str) -> bool:
     """Return whether agent.credit is legal."""
     if rule in ("graph", "branch"):

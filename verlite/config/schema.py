@@ -1681,7 +1681,8 @@ class AgentConfig:
     command: Optional[str] = key(
         None,
         "Agent: command that is run for each sample, such as 'python my_agent.py'. It talks to the "
-        "model at OPENAI_BASE_URL, as to any server of OpenAI's protocol. null: no program.",
+        "model at OPENAI_BASE_URL, as to any server of OpenAI's protocol. Or a Python function, "
+        "my_agent.py:agent, that is called with task, base URL and key. null: no program.",
     )
     reward: str = program_key(
         "program",

@@ -41,10 +41,15 @@ import json, os, sys
 sys.path[:] = json.loads(sys.argv[3])
 from verlite.rewards import keeper
 keeper.split(int(sys.argv[1]), int(sys.argv[2]))
-try:
-    os.execvp(sys.argv[4], sys.argv[4:])
-except OSError as error:
-    sys.exit(f"{sys.argv[4]}: {error.strerror}")
+function = sys.argv[4].rpartition(":") if len(sys.argv) == 5 else ("", "", "")
+if function[0]:
+    from verlite.gateway.function import call
+    call(function[0], function[2])
+else:
+    try:
+        os.execvp(sys.argv[4], sys.argv[4:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[4]}: {error.strerror}")
 """
 
 
@@ -66,7 +71,8 @@ async def run(
     """Run a program until it ends. Return the last line of its output, "" if it printed none.
 
     Args:
-        command: words as in a shell, which is not used.
+        command: words as in a shell, which is not used; or one word FILE.py:NAME or
+            package.module:NAME, for a function (`verlite.gateway.function`).
         task: JSON values.
         base_url: of its session.
         token: of its session.

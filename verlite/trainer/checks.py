@@ -19,7 +19,7 @@ from verlite.config.compile import (
     scorer_spec,
     service_spec,
 )
-from verlite.config.plan import program_words, scores_itself, scores_remotely
+from verlite.config.plan import program_code, program_words, scores_itself, scores_remotely
 from verlite.config.rules.models import rotary_limit
 from verlite.config.schema import ModelConfig
 from verlite.controller import head
@@ -266,16 +266,16 @@ def agent_program(found: Preflight) -> None:
     words = program_words(found.config.agent.command)
     if not words:
         return
-    if shutil.which(words[0]) is None:
+    code = program_code(found.config)
+    is_function = code is not None and len(words) == 1
+    if not is_function and shutil.which(words[0]) is None:
         raise RunRefused(
             f"agent.command={found.config.agent.command}: {words[0]} is not a program on this "
             "machine's PATH"
         )
-    files = [word for word in words[1:] if word.endswith(".py")][:1]
-    missing = [file for file in files if not Path(file).is_file()]  # without a shell, ~ is a name
-    if missing:
+    if code and code.endswith(".py") and not Path(code).is_file():  # without a shell, ~ is a name
         raise RunRefused(
-            f"agent.command={found.config.agent.command}: {missing[0]} is not a file in "
+            f"agent.command={found.config.agent.command}: {code} is not a file in "
             f"{Path.cwd()}, where the program is started"
         )
 
