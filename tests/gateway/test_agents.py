@@ -111,6 +111,10 @@ def test_all_branches_are_trained(tmp_path):
     assert trajectory.response_ids[first : first + prompt] == engine.calls[1][0]
 
 
+def credits_of(trajectory):
+    return [request["credit"] for request in trajectory.requests]
+
+
 def test_branches_of_a_graph_worked_out_by_hand():
     """A turn (tokens 3, 4 | 5, 6), its continuation, the same again with another answer, and a
     sub-agent. Version i samples request i."""
@@ -129,15 +133,22 @@ def test_branches_of_a_graph_worked_out_by_hand():
     ]
     assert one.weight_versions == [(0, 2), (1, 1), (2, 2), (3, 1)]
     # 6 tokens in 3 branches: 2 for the tokens of each, together.
-    assert one.credits == [2 / 3, 2 / 3, 1, 2]
-    assert trajectory_of(session, "0.5").credits == [0.125, 0.25, 0.5, 1]
-    assert trajectory_of(session).credits == [1, 1, 1, 1]
+    assert credits_of(one) == [2 / 3, 2 / 3, 1, 2]
+    assert credits_of(trajectory_of(session, "0.5")) == [0.125, 0.25, 0.5, 1]
+    assert credits_of(trajectory_of(session)) == [1, 1, 1, 1]
+    names = ("request", "parent", "root", "branch", "context", "given", "sampled")
+    assert [tuple(request[name] for name in names) for request in one.requests] == [
+        (0, None, "first", 0, 2, 2, 2),
+        (1, 0, None, 0, 5, 1, 1),
+        (2, 0, None, 1, 5, 1, 2),
+        (3, None, "new", 2, 1, 1, 1),
+    ]
     assert one.session["tokens"] == 15 and one.session["repeated_tokens"] == 4
 
 
 def test_an_answer_without_tokens_has_no_share():
     session = session_of(((None, 1, 0), (None, 1, 4)))
-    assert trajectory_of(session, "branch").credits == [4, 1]
+    assert credits_of(trajectory_of(session, "branch")) == [4, 1]
 
 
 def test_a_sample_is_cut_if_its_last_answer_is():
@@ -235,6 +246,8 @@ def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name):
     assert trajectory.status is Status.ERROR and trajectory.score is None
     assert error in trajectory.error
     assert not any(trajectory.response_mask)
+    last = error.rpartition(": ")[2]  # a failing program's own words are in its log
+    assert last in trajectory.log or not error.startswith("ended with exit code")
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.report.test_samples import PROGRAM
 from verlite.cli import app
 from verlite.files import RetryingWriter
 from verlite.report.page import MAX_STEPS, collect, drop_tokens, page, thin, thin_steps, write_page
@@ -353,6 +354,31 @@ def test_the_colors_of_all_samples_have_one_scale(tmp_path):
     # Units stand on the axes.
     chart = shown[shown.index('data-metric="critic/score/mean"') :]
     assert re.findall('class="unit">(.*?)<', chart)[:2] == ["score", "step"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_a_browser_shows_the_requests_of_an_agent_program(tmp_path):
+    mask = "11011000000011011"  # turns 1 and 2; a context, turn 3; a context, turn 4
+    tokens = {
+        "id": [7] * len(mask),
+        "text": [str(i % 10) for i in range(len(mask))],
+        "sampled": mask,
+        "advantage": 0.5,
+    }
+    sample = {name: PROGRAM[name] for name in ("requests", "agent_log", "transcript")}
+    run_dir = make_run(tmp_path / "run", tokens=tokens, **sample)
+    write_page([run_dir], tmp_path / "page.html")
+    shown = shown_by_browser(tmp_path / "page.html", "coloring=advantage")
+    (graph, *_) = re.findall(r'<ul class="requests">.*?</ul></li>.*?</ul>', shown)
+    assert graph == (
+        '<ul class="requests"><li>turn 1, 3 given, 2 sampled, advantage 0.5<ul class="requests">'
+        "<li>turn 2, 1 given, 2 sampled, advantage 0.5</li>"
+        "<li>turn 3, 2 given, 2 sampled, advantage 0.25</li></ul></li>"
+        "<li>turn 4, new conversation, 1 given, 2 sampled, advantage 1</li></ul>"
+    )
+    starts = re.findall(r'<span class="label branch">(.*?)</span><span[^>]*data-i="(\d+)"', shown)
+    assert starts[:2] == [("branch 2, turn 3", "5"), ("branch 3, turn 4", "14")]
+    assert "asked [b]twice[/b]" in shown
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")

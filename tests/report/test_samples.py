@@ -66,6 +66,35 @@ SINGLE = {
     "prompt": "x" * 700,
 }
 
+REQUESTS = [
+    {
+        "request": n,
+        "parent": parent,
+        "root": root,
+        "branch": branch,
+        "context": context,
+        "given": given,
+        "sampled": 2,
+        "credit": credit,
+    }
+    for n, parent, root, branch, context, given, credit in [
+        (0, None, "first", 0, 3, 3, 1.0),
+        (1, 0, None, 0, 6, 1, 1.0),
+        (3, 0, None, 1, 7, 2, 0.5),
+        (2, None, "new", 2, 1, 1, 2.0),
+    ]
+]
+"""A turn, its continuation, another continuation, and a sub-agent that began before that."""
+PROGRAM = SEARCHED | {
+    "turn_infos": [{}] * 4,
+    "requests": REQUESTS,
+    "agent_log": "asked [b]twice[/b]\n0.5\n",
+    "transcript": [
+        *(["model", "one"], ["tool", "sure?"], ["model", "two"], ["tool", "Q one why?"]),
+        *(["model", "three"], ["tool", "sub"], ["model", "four"]),
+    ],
+}
+
 
 @pytest.fixture
 def run_dir(tmp_path):
@@ -284,3 +313,21 @@ def test_colors_mark_trained_text():
     assert f"{codes[STYLES['trained']]}<search>who</search>" in styled(SEARCHED)
     assert f"{codes[STYLES['tool']]}<information>" in styled(SEARCHED)
     assert f"{codes[STYLES['not trained']]}<search>lost</search>" in styled(FAILED)
+
+
+def test_the_requests_of_an_agent_program_are_a_tree():
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render(PROGRAM))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    begin = lines.index("requests turn 1: 3 given, 2 sampled")
+    assert lines[begin + 1 : begin + 4] == [
+        "├── turn 2: 1 given, 2 sampled",
+        "└── turn 3: 2 given, 2 sampled x 0.5",
+        "turn 4: new conversation, 1 given, 2 sampled x 2",
+    ]
+    begin = lines.index("turn 1 one")
+    assert lines[begin + 1 : begin + 7] == [
+        *("tool sure?", "turn 2 two", "branch 2 Q one why?"),
+        *("turn 3 three", "branch 3 sub", "turn 4 four"),
+    ]
+    assert "log asked [b]twice[/b]" in lines and "0.5" in lines

@@ -28,6 +28,7 @@ from verlite.config.commands import DPO as DPO_COMMAND
 from verlite.config.commands import SFT as SFT_COMMAND
 from verlite.config.critical import begin_run, critical_settings, tuning_settings
 from verlite.config.load import compose
+from verlite.config.schema import Config
 from verlite.engine.reference_wire import ModelInfo
 from verlite.sft import run as sft_run
 from verlite.spec.catalog import load
@@ -519,3 +520,13 @@ def test_a_cluster_that_does_not_answer(
     assert code == 0 and started == []
     assert ("a run would not start now" in said) == (not answers)
     assert ("ray_kwargs.wait_s (here 600 s)" in said) == (not answers)
+
+
+@pytest.mark.parametrize("command", ["nowhere.py:agent", "python nowhere.py"])
+def test_the_file_of_an_agent_is_looked_for(command):
+    found = SimpleNamespace(config=Config())
+    found.config.agent.command = command
+    with pytest.raises(RunRefused, match=r"nowhere\.py is not a file in"):
+        checks.agent_program(found)
+    found.config.agent.command = f"{__file__}:agent"
+    checks.agent_program(found)

@@ -222,7 +222,7 @@ def a_row(tmp_path):
     trajectory.append_sampled(Completion([10, 20], [-1 / 3, -2.0], "stop", [(3, 1), (4, 1)]))
     trajectory.append_observation([99])
     trajectory.turn_scores, trajectory.infos, trajectory.invalid_turns = [0.5], [{"a": 1}], 1
-    trajectory.branches, trajectory.credits = [(2, 2), (1, 0)], [0.5]
+    trajectory.branches, trajectory.requests = [(2, 2), (1, 0)], [{"credit": 0.5}]
     turn = Completion([30], [-0.25], "", [(2, 1)])
     result = RewardResult(0.5, {"acc": 1.0, "why": "x"})
     sample = Running(("u", 1), trajectory, turn, is_finished=False, result=result)

@@ -16,6 +16,7 @@ from verlite.gateway.server import Gateway, OpenSession
 from verlite.rewards.result import BadReturn, RewardResult
 from verlite.rollout.types import Completion, Engine, EngineError, Sampling, Status, Trajectory
 from verlite.spec.roles import AgentSpec
+from verlite.terminal import clean
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Agents:
             waits_for("the program")
             began = time.monotonic()
             session = self._gateway.open(task.sampling, waits_for)
-            score, error = None, None
+            score, error, log = None, None, bytearray()
             try:
-                score = await self._run(task, session)
+                score = await self._run(task, session, log)
             except (ProgramError, BadReturn, RuntimeError) as caught:
                 if isinstance(caught, EngineError):
                     raise
@@ -91,6 +92,7 @@ class Agents:
             finally:
                 self._gateway.close(session)
         trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
+        trajectory.log = clean(log.decode(errors="replace"))
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
         if error is None and not trajectory.turns:
             error = ProgramError("it ended without an answer of the model")
@@ -100,9 +102,9 @@ class Agents:
             trajectory.fail(error)
         return trajectory
 
-    async def _run(self, task: Task, session: OpenSession) -> RewardResult | None:
+    async def _run(self, task: Task, session: OpenSession, log: bytearray) -> RewardResult | None:
         """Return the program's score, None if another function scores. Raises what `sample` does,
-        ProgramError, BadReturn, or RuntimeError: the engine aborted a request."""
+        ProgramError, BadReturn, or RuntimeError: the engine aborted a request. log: see `run`."""
         program = asyncio.ensure_future(
             run(
                 self._spec.command,
@@ -113,6 +115,7 @@ class Agents:
                 memory_gb=self._spec.memory_gb,
                 folder=self._folder,
                 secret_env_vars=self._spec.secret_env_vars,
+                log=log,
             )
         )
         try:
@@ -137,7 +140,7 @@ def as_trajectory(session: OpenSession, prompt_ids: list[int], credit: str = "gr
     branches = session.record.branches()
     credits = session.record.credits(credit)
     trajectory = Trajectory(list(branches[0][0][0].given) if branches else list(prompt_ids))
-    for path, known in branches:
+    for branch, (path, known) in enumerate(branches):
         prompt = path[known].prompt
         if trajectory.branches:
             trajectory.append_observation(prompt)
@@ -149,7 +152,18 @@ def as_trajectory(session: OpenSession, prompt_ids: list[int], credit: str = "gr
                 Completion(node.sampled, node.log_probs, node.finish_reason, node.versions)
             )
             trajectory.infos.append({})
-            trajectory.credits.append(credits[node.number])
+            trajectory.requests.append(
+                {
+                    "request": node.number,
+                    "parent": None if node.parent is None else node.parent.number,
+                    "root": None if node.root is None else str(node.root),
+                    "branch": branch,
+                    "context": len(node.prompt),
+                    "given": len(node.given),
+                    "sampled": len(node.sampled),
+                    "credit": credits[node.number],
+                }
+            )
         trajectory.branches.append((len(prompt), len(trajectory.response_ids) - begin))
     leaves = session.record.leaves()
     if leaves and leaves[-1].finish_reason == "length":

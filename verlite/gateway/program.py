@@ -27,7 +27,7 @@ from verlite.threads import COUNT
 MAX_OUTPUT = 16 << 20
 """Bytes that a program may print."""
 TAIL = 4000
-"""Bytes at the end of an output that are kept: of errors for messages."""
+"""Bytes at the end of an output that are kept: of errors for messages, of both for the log."""
 MAX_LINE = 1 << 20
 """Bytes of the last line of output."""
 MAX_VARIABLE = 100_000
@@ -67,6 +67,7 @@ async def run(
     memory_gb: float,
     folder: str | None = None,
     secret_env_vars: Sequence[str] = (),
+    log: bytearray | None = None,
 ) -> str:
     """Run a program until it ends. Return the last line of its output, "" if it printed none.
 
@@ -79,12 +80,14 @@ async def run(
         timeout_s: seconds until it is killed.
         memory_gb: limit of its own memory, in GiB.
         folder: its working directory; None for the current one.
+        log: gets the end of what it prints, both streams, also if it fails.
         secret_env_vars: variables that it gets although their names look like those of secrets.
 
     Raises:
         ProgramError: it cannot be started, ended with another exit code than 0 or by a signal, took
             too long, or printed more than MAX_OUTPUT.
     """
+    log = bytearray() if log is None else log
     arguments = [str(os.getpid()), str(int(memory_gb * (1 << 30)))]
     arguments.append(json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
     text = json.dumps(task, default=str)
@@ -105,8 +108,8 @@ async def run(
         async with asyncio.timeout(timeout_s):
             _, output, errors, code = await asyncio.gather(
                 _write(process.stdin, text.encode()),
-                _read(process.stdout, MAX_LINE),
-                _read(process.stderr, TAIL),
+                _read(process.stdout, MAX_LINE, log),
+                _read(process.stderr, TAIL, log),
                 process.wait(),
             )
     except TimeoutError:
@@ -160,10 +163,13 @@ async def _write(pipe: asyncio.StreamWriter, data: bytes) -> None:
         await pipe.wait_closed()
 
 
-async def _read(pipe: asyncio.StreamReader, kept: int) -> bytes:
-    """Return the last `kept` bytes until the pipe ends. Raises ProgramError: there are too many."""
+async def _read(pipe: asyncio.StreamReader, kept: int, log: bytearray) -> bytes:
+    """Return the last `kept` bytes until the pipe ends; add to `log`. Raises ProgramError: there
+    are too many."""
     tail, count = b"", 0
     while data := await pipe.read(1 << 16):
+        log += data
+        del log[:-TAIL]
         tail, count = (tail + data)[-kept:], count + len(data)
         if count > MAX_OUTPUT:
             raise ProgramError(f"it printed more than {MAX_OUTPUT >> 20} MiB")

@@ -204,6 +204,10 @@ FIELDS: dict[str, Field] = {
         "generate",
         "(tokens of the context, tokens that follow) of each of its sequences (protocol.branches)",
     ),
+    "requests": Field(
+        "B", (list,), "generate", "an agent program's requests (rollout.types.Trajectory.requests)"
+    ),
+    "agent_log": Field("B", _ANY, "generate", "end of what an agent program printed"),
     "segments": Field(
         "B", (list,), "generate", "(model or tool, number of tokens) per part of the response"
     ),

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from verlite.control.flow import State
 from verlite.files import LINES_MAX_BYTES, one_line, parse_json, read_bytes, read_json
@@ -140,6 +141,9 @@ def render(sample: Sample, whole_prompt: bool = False) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right", style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
+    requests = list(sample.get("requests") or [])
+    if any(request["branch"] for request in requests):
+        grid.add_row("requests", _graph(requests))
     grid.add_row("prompt", Text(clean(prompt)))
     infos = list(sample.get("turn_infos") or [])
     is_trained = sample.get("trained_tokens", 1) > 0
@@ -149,16 +153,38 @@ def render(sample: Sample, whole_prompt: bool = False) -> RenderableType:
         if author == "model":
             turn += 1
             grid.add_row(_turn(turn, infos), Text(clean(text), style=model_style))
+        elif (
+            turn < len(requests) and requests[turn]["branch"] > requests[max(turn, 1) - 1]["branch"]
+        ):
+            name = f"branch {requests[turn]['branch'] + 1}"
+            grid.add_row(name, Text(clean(text.strip("\n")), style=STYLES["tool"]))
         else:
             info = infos[turn - 1] if turn <= len(infos) else {}
             result = Text(clean(text.strip("\n")), style=STYLES["tool"])
             grid.add_row(Text(clean(_tool_call(info))), result)
+    if sample.get("agent_log"):
+        grid.add_row("log", Text(clean(sample["agent_log"].strip()), style="dim"))
     if sample.get("error"):
         grid.add_row("error", Text(clean(str(sample["error"])), style="red"))
     expected = _answer(sample["ground_truth"])
     if expected:
         grid.add_row("expected", Text(clean(expected)))
     return Group(_summary(sample), grid, Text())
+
+
+def _graph(requests: Sequence[dict[str, Any]]) -> Tree:
+    """Return the requests of an agent program: under each those that continue it."""
+    root = Tree("", hide_root=True)
+    nodes: dict[int | None, Tree] = {None: root}
+    for turn, request in enumerate(requests, start=1):
+        words = [f"turn {turn}:", f"{request['given']} given, {request['sampled']} sampled"]
+        if request["root"] not in (None, "first"):
+            words.insert(1, f"{request['root']} conversation,")
+        if request["credit"] != 1:
+            words.append(f"x {request['credit']:.3g}")
+        parent = nodes.get(request["parent"], root)
+        nodes[request["request"]] = parent.add(Text(" ".join(words)))
+    return root
 
 
 def _turn(turn: int, infos: Sequence[dict[str, Any]]) -> str:

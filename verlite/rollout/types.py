@@ -183,8 +183,12 @@ class Trajectory:
     branches: list[tuple[int, int]] = field(default_factory=list)
     """Of an agent program's sample, (tokens of the context, tokens that follow) of each of its
     sequences. They are one after the other in prompt_ids and response_ids. []: there is one."""
-    credits: list[float] = field(default_factory=list)
-    """Of each turn, the factor of the sample's advantage on its tokens. []: 1."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    """Of each turn of an agent program: its number in the session and that of its parent, why it
+    has none, its branch, the tokens of its context, given after its parent, and sampled, and the
+    factor of the sample's advantage (`credit`)."""
+    log: str = ""
+    """The end of what the program printed."""
     session: dict[str, int] = field(default_factory=dict)
     """What became of an agent program's requests (`gateway.conversation.Session.ledger`)."""
 

@@ -15,7 +15,7 @@ from verlite.controller.columns import fetch
 from verlite.protocol.data import DataProto
 from verlite.trainer.run import Run
 
-_SAMPLE_FIELDS = ("prompt_ids", "text", "transcript")
+_SAMPLE_FIELDS = ("prompt_ids", "text", "transcript", "agent_log")
 """Columns of the sample log that are stored on the workers."""
 _TOKEN_FIELDS = {
     "response_mask": "sampled",
@@ -272,7 +272,7 @@ def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> di
     for name in ("gen_seconds", "tool_seconds"):  # with turns
         if name in t.keys():
             record[name] = round(t[name][row].item(), _DECIMALS)
-    for name in ("transcript", "turn_infos"):
+    for name in ("transcript", "turn_infos", "requests", "agent_log"):
         if name in columns and columns[name][row] is not None:
             record[name] = columns[name][row]
     return record

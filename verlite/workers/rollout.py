@@ -45,6 +45,7 @@ KEPT = (
     "credit",
     "text",
     "transcript",
+    "agent_log",
 )
 """Columns of samples that the driver has references to."""
 
@@ -579,14 +580,19 @@ def as_columns(
                 t.branches or [(len(t.prompt_ids), len(t.response_ids))] for t in trajectories
             ],
             "credit": [_credit(t) for t in trajectories],
+            "requests": [t.requests for t in trajectories],
+            "agent_log": [t.log for t in trajectories],
         }
     return DataProto.from_dict(tensors, columns)
 
 
 def _credit(trajectory: Trajectory) -> np.ndarray:
     """Return the factor of the advantage of each response token, 0 on those of others."""
-    turns = iter(trajectory.credits or [1.0] * trajectory.turns)
-    parts = [(next(turns) if author == "model" else 0.0, n) for author, n in trajectory.segments]
+    turns = iter(trajectory.requests)
+    parts = [
+        (next(turns)["credit"] if author == "model" else 0.0, n)
+        for author, n in trajectory.segments
+    ]
     return np.asarray([factor for factor, n in parts for _ in range(n)], dtype=np.float32)
 
 

@@ -62,7 +62,9 @@ function tokenText(sample, coloring, largest) {
   const tokens = sample.tokens;
   const values = tokenValues(tokens, coloring);
   const text = element("p", { class: "text response mono" });
+  const starts = branchStarts(sample.requests ?? []);
   tokens.text.forEach((piece, i) => {
+    if (starts.has(i)) text.append(element("span", { class: "label branch" }, starts.get(i)));
     let color = null;
     if (coloring === "mask") color = maskColor(tokens, i);
     else if (values && values[i] === null) color = "var(--tool)";
@@ -78,6 +80,38 @@ function tokenText(sample, coloring, largest) {
   });
   text.addEventListener("pointerleave", tip.hide);
   return [text, without(coloring, values)];
+}
+
+// The requests of an agent program as a tree: under each those that continue it.
+function requestGraph(requests, advantage) {
+  const list = () => element("ul", { class: "requests" });
+  const root = list(), nodes = new Map();
+  requests.forEach((request, i) => {
+    const words = [`turn ${i + 1}`];
+    if (request.root && request.root !== "first") words.push(`${request.root} conversation`);
+    words.push(`${request.given} given`, `${request.sampled} sampled`);
+    if (typeof advantage === "number") words.push(`advantage ${format(advantage * request.credit)}`);
+    else if (request.credit !== 1) words.push(`advantage x ${format(request.credit)}`);
+    const item = element("li", {}, words.join(", "));
+    const parent = nodes.get(request.parent);
+    if (parent && !parent.list) { parent.list = list(); parent.item.append(parent.list); }
+    (parent ? parent.list : root).append(item);
+    nodes.set(request.request, { item });
+  });
+  return root;
+}
+
+// The first response token of each branch but the first, and what it is called.
+function branchStarts(requests) {
+  const starts = new Map();
+  let at = 0, before = requests[0]?.branch;
+  requests.forEach((request, i) => {
+    if (request.branch !== before) { starts.set(at, `branch ${request.branch + 1}, turn ${i + 1}`); at += request.context; }
+    else if (i) at += request.given;
+    at += request.sampled;
+    before = request.branch;
+  });
+  return starts;
 }
 
 function swatch(color, label) {
@@ -133,6 +167,8 @@ function sampleCard(sample, run, severalRuns, coloring, largest) {
   if (sample.weight_version !== undefined) facts.append(fact(`weights ${sample.weight_version}`));
   const label = (text) => element("div", { class: "label" }, text);
   const card = element("article", { class: "card sample" }, facts);
+  const requests = sample.requests ?? [];
+  if (requests.some((request) => request.branch)) card.append(label("requests"), requestGraph(requests, sample.tokens?.advantage));
   card.append(label("prompt"), element("p", { class: "text prompt mono" }, String(sample.prompt)));
   card.append(label("response"), ...(sample.tokens ? tokenText(sample, coloring, largest) : plainText(sample)));
   for (const info of sample.turn_infos ?? []) {
@@ -141,6 +177,7 @@ function sampleCard(sample, run, severalRuns, coloring, largest) {
       card.append(label(words.join("   ")));
     }
   }
+  if (sample.agent_log) card.append(label("log of the agent"), element("p", { class: "text dim mono" }, sample.agent_log));
   if (sample.error) card.append(element("p", { class: "text bad mono" }, String(sample.error)));
   card.append(label("expected"), element("p", { class: "text mono" }, answer(sample.ground_truth)));
   return card;
