@@ -34,17 +34,17 @@ SITE = "sitecustomize.py"
 
 def drive(arguments: Sequence[str]) -> None:
     """Run verlite's command line, and note the CPU times in the metrics of each step."""
+    from verlite.control.watch import Watch
     from verlite.controller.heartbeat import Receiver
     from verlite.controller.node_watch import DaemonWatch
-    from verlite.controller.rank_watch import RankWatch
-    from verlite.controller.supervise import Supervisor
+    from verlite.controller.supervise import Future, Supervisor
     from verlite.trainer import ppo
 
     note(Receiver, "receive", "heartbeats")
     note(DaemonWatch, "_look", "daemons")
     note(Supervisor, "_unresponsive")
-    note(RankWatch, "exceeds")
-    note(RankWatch, "finished")
+    note(Future, "exceeds")
+    note(Watch, "finished")
     finish = ppo.finish_step
 
     def finish_step(run: Any, batch: Any) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from tests.control.rules import Broken
 from verlite.control import limits
-from verlite.control.watch import Beat, Heard
+from verlite.control.watch import Beat, Heard, Watch
 from verlite.controller import failures, rank_watch, supervise, worker_handle
 from verlite.controller.failures import FROZEN, STUCK, RankDied, StuckError, WorkerError
 from verlite.controller.node import Diagnosis
@@ -189,18 +189,17 @@ class WatchWorld:
     def __init__(self, schedule: WatchSchedule) -> None:
         self.schedule = schedule
         self.draw = random.Random(schedule.seed + 1)
-        self.now, self.clock, self.turns, self.events = 1000.0, 0.0, 0, 0
+        self.now, self.turns, self.events = 1000.0, 0, 0
         # Faults are drawn from the start of the run on.
         faults = (replace(f, at=f.at + self.now, until=f.until + self.now) for f in schedule.faults)
         self.schedule = replace(schedule, faults=tuple(faults))
-        self.heard: dict[str, Heard] = {}
         self.said: list[str] = []
         self.longest: dict[tuple[str, str], float] = {}
         """The longest pause in each method's earlier calls."""
         self.supervisor = supervise.Supervisor(schedule.run_s)
-        heartbeats: Any = self
-        self.supervisor.ranks = rank_watch.RankWatch(heartbeats, TIMEOUT_S)
-        self.supervisor.ranks.warn = self.warn
+        self.supervisor.ranks = Watch(TIMEOUT_S)
+        self.heard = self.supervisor.ranks.heard
+        self.supervisor.warn = self.warn
         self.supervisor.restartable = {"rollout"}
         self.number = 0
         self.groups = {
@@ -214,6 +213,10 @@ class WatchWorld:
         self.supervisor.workers.append(process.handle)
         self.heard[process.name] = Heard(Beat(0, Progress()), self.clock, self.clock)
         return process
+
+    @property
+    def clock(self) -> float:
+        return self.supervisor.ranks.clock
 
     @property
     def processes(self) -> list[Process]:
@@ -242,7 +245,8 @@ class WatchWorld:
                 answer.process.done_s += passed
                 if answer.process.done_s // self.schedule.turn_s != before:
                     answer.process.moved = self.clock + passed
-        before, self.now, self.clock = self.now, end, self.clock + passed
+        before, self.now = self.now, end
+        self.supervisor.ranks.clock += passed
         for fault in faults:  # also those that happen while the driver is suspended
             if before < fault.at <= self.now:
                 self.happens(fault)
@@ -490,7 +494,7 @@ class WatchWorld:
                 by_fault = any(f.kind == "die" and f.at <= self.now for f in process.faults())
                 self.check(not process.is_dead or by_fault, "engines: another worker is killed")
         self.check(not self.supervisor.outstanding, "end: a call is left")
-        self.supervisor.ranks.watch.restarted("rollout")
+        self.supervisor.ranks.restarted("rollout")
         for key in [key for key in self.longest if key[0] == "rollout"]:
             del self.longest[key]
         for process in dead:

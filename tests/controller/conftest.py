@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verlite.control.watch import Watch
 from verlite.controller.cluster import RUN_MARK, Cluster, connect
-from verlite.controller.rank_watch import RankWatch
 from verlite.controller.supervise import Supervisor
 from verlite.controller.worker_group import group
 from verlite.controller.worker_handle import process_infos
@@ -57,7 +57,7 @@ def fresh(cluster: Cluster) -> Iterator[Cluster]:
     import ray
 
     supervisor_before = cluster.supervisor
-    ranks = RankWatch(supervisor_before.ranks.heartbeats)
+    ranks = cluster.heartbeats.watch = Watch()
     cluster.supervisor = Supervisor(supervisor_before.call_timeout_s, ranks)
     reserved_before = list(cluster.reserved)
     cluster.reserved.clear()
@@ -67,6 +67,7 @@ def fresh(cluster: Cluster) -> Iterator[Cluster]:
         ray.util.remove_placement_group(placement_group)
     cluster.reserved[:] = reserved_before
     cluster.supervisor = supervisor_before
+    cluster.heartbeats.watch = supervisor_before.ranks
 
 
 def pids(worker: object) -> list[int]:

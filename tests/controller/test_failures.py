@@ -9,7 +9,7 @@ import pytest
 
 from tests.controller.workers import Light
 from verlite.control import limits
-from verlite.control.watch import Beat, Heard
+from verlite.control.watch import Beat, Heard, Watch
 from verlite.controller import node, node_watch, rank_watch, supervise
 from verlite.controller.failures import (
     DIED,
@@ -249,7 +249,7 @@ def test_a_call_over_its_limit_is_looked_at_once_more(monkeypatch, end):
     supervisor.workers = [first, idle, actor]
     call = supervisor.watch(supervise.Future(supervisor, "actor", "publish", {"ref": actor}, list))
     monkeypatch.setattr(limits, "GRACE_S", 0.01)
-    monkeypatch.setattr(supervisor.ranks, "exceeds", lambda future, limit_s: True)
+    monkeypatch.setattr(call, "exceeds", lambda limit_s: True)
     for name, value in (("diagnose", [None]), ("process_infos", [None])):
         monkeypatch.setattr(supervise, name, lambda workers, value=value: value)
     monkeypatch.setattr(supervise, "collect", lambda workers, outstanding: None)
@@ -300,34 +300,35 @@ def test_an_idle_engine_that_is_frozen_does_not_disturb_another_call(monkeypatch
     supervisor.restartable = {"rollout"}
     supervisor.workers = [idle, busy, actor]
     supervisor.watch(supervise.Future(supervisor, "rollout", "sleep", {"call": busy}, list))
-    monkeypatch.setattr(supervisor.ranks.watch, "is_due", lambda now: True)
+    monkeypatch.setattr(supervisor.ranks, "is_due", lambda now: True)
 
-    def look(needed, *others):
+    def look(ranks, needed, *others):
         looked.extend(needed)
         return []
 
-    monkeypatch.setattr(supervisor.ranks, "look", look)
+    monkeypatch.setattr(supervise, "look", look)
     assert supervisor._unresponsive() == [] and looked == [busy, actor]
 
 
 def test_stacks_are_written_once_per_silence(monkeypatch):
     """Native code may hold Python's lock for longer than the time-out, many times over."""
     worker, looks, state = replace(handle(0), heartbeat="w"), [], ["running"]
-    heartbeats = SimpleNamespace(clock=100.0, heard={"w": Heard(Beat(9, Progress()), 100.0, 100.0)})
+    watch = Watch(45.0)
+    watch.clock, watch.heard["w"] = 100.0, Heard(Beat(9, Progress()), 100.0, 100.0)
 
     def collect(workers, outstanding):
-        looks.append(heartbeats.clock)
+        looks.append(watch.clock)
         stacks = "" if state[0] == "stopped by a signal" else "a stack"
         return {"workers": [{"stacks": stacks, "state": state[0]}]}
 
     monkeypatch.setattr(rank_watch, "collect", collect)
     monkeypatch.setattr(rank_watch, "write_stacks", lambda workers, dump: "stacks.txt")
     monkeypatch.setattr(rank_watch, "diagnose", lambda found: [Diagnosis("", state[0], 0)])
-    watch = rank_watch.RankWatch(heartbeats, 45.0)
 
     def frozen_at(clock):
-        heartbeats.clock = clock
-        return [one.workers for one in watch.look([worker], [worker], [], 3600.0)]
+        watch.clock = clock
+        found = rank_watch.look(watch, [worker], [worker], [], 3600.0, pytest.fail)
+        return [one.workers for one in found]
 
     assert frozen_at(140.0) == [] and looks == []
     assert [frozen_at(clock) for clock in (146.0, 192.0, 238.0)] == [[], [], []]
@@ -343,14 +344,14 @@ def test_what_is_said_of_calls_without_progress(monkeypatch, method):
     monkeypatch.setattr(rank_watch, "write_stacks", lambda workers, dump: "stacks.txt")
     worker, said = replace(handle(0), heartbeat="w", role="w"), []
     heard = Heard(Beat(9, Progress(method, pending=3)), 1000.0, 950.0, 950.0, 0.5)
-    watch = rank_watch.RankWatch(SimpleNamespace(clock=1000.0, heard={"w": heard}), 45.0)
-    watch.warn = said.append
-    call = supervise.Future(None, "w", method, {"ref": worker}, list)
+    watch = Watch(45.0)
+    watch.clock, watch.heard["w"] = 1000.0, heard
+    call = supervise.Future(supervise.Supervisor(60, watch), "w", method, {"ref": worker}, list)
     call.started -= 500.0
-    watch.finished(supervise.Future(None, "w", method, {}, list))
+    watch.finished(supervise.Future(None, "w", method, {}, list), {})
 
     def look():
-        return list(watch.look([], [worker], [call], 3600.0))
+        return list(rank_watch.look(watch, [], [worker], [call], 3600.0, said.append))
 
     assert look() == [] == look()
     heard.moved = heard.stepped = 999.0

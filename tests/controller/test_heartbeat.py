@@ -9,7 +9,7 @@ import pytest
 from tests.controller.conftest import within
 from verlite import progress
 from verlite.control import limits
-from verlite.control.watch import Beat
+from verlite.control.watch import Beat, Watch
 from verlite.controller import heartbeat
 from verlite.controller.heartbeat import Receiver, Sender, in_collective, pack, unpack
 from verlite.progress import Progress
@@ -17,7 +17,7 @@ from verlite.progress import Progress
 
 @pytest.fixture
 def receiver():
-    receiver = Receiver("127.0.0.1")
+    receiver = Receiver("127.0.0.1", Watch(45.0))
     yield receiver
     receiver.stop()
 
@@ -37,9 +37,9 @@ def test_only_the_holder_of_the_key_can_send(receiver):
     datagram = pack(target, beat)
     for bad in (pack(forged, beat), datagram[:-1], datagram + b" ", b"", b"{}", bytes(4000)):
         receiver.receive(bad)
-    assert receiver.heard == {}
+    assert receiver.watch.heard == {}
     receiver.receive(datagram)
-    assert receiver.heard[target.name].beat == beat
+    assert receiver.watch.heard[target.name].beat == beat
     assert unpack(target.key, datagram) == (target.name, beat)
     assert repr(target.key) not in repr(target)
 
@@ -49,10 +49,10 @@ def test_an_old_datagram_does_not_keep_a_worker_alive(receiver):
     first, second = (pack(target, Beat(i, Progress(ticks=i))) for i in (1, 2))
     receiver.receive(first)
     receiver.receive(second)
-    receiver.clock += 100.0
+    receiver.watch.clock += 100.0
     receiver.receive(first)
     receiver.receive(second)
-    heard = receiver.heard[target.name]
+    heard = receiver.watch.heard[target.name]
     assert (heard.beat.number, heard.heard < 90.0, heard.moved < 90.0) == (2, True, True)
 
 
@@ -64,10 +64,10 @@ def test_the_receivers_clock_does_not_run_while_it_is_suspended(receiver, monkey
     """After a suspension every worker would otherwise seem to have been silent."""
     jump = 1000.0
     real = time.monotonic
-    before = receiver.clock
+    before = receiver.watch.clock
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: real() + jump)
-    assert within(60, lambda: receiver.clock > before)
-    assert receiver.clock < before + 100.0
+    assert within(60, lambda: receiver.watch.clock > before)
+    assert receiver.watch.clock < before + 100.0
 
 
 def test_a_sender_is_heard_without_any_call(receiver, here, monkeypatch):
@@ -75,15 +75,15 @@ def test_a_sender_is_heard_without_any_call(receiver, here, monkeypatch):
     monkeypatch.setattr(limits, "SAMPLE_S", 0.05)
     sender = Sender(receiver.target("actor", 0))
     name = sender.target.name
-    assert within(60, lambda: name in receiver.heard)
+    assert within(60, lambda: name in receiver.watch.heard)
     progress.begin("update")
     here.part = "mini-batch 2 of 4"
     progress.tick("micro-batch 1 of 8")
-    assert within(60, lambda: receiver.heard[name].beat.at == here)
+    assert within(60, lambda: receiver.watch.heard[name].beat.at == here)
     assert here.calls == 1 and here.ticks == 1
-    number = receiver.heard[name].beat.number
-    assert within(60, lambda: receiver.heard[name].beat.number > number + 1)
-    assert not receiver.heard[name].beat.in_collective
+    number = receiver.watch.heard[name].beat.number
+    assert within(60, lambda: receiver.watch.heard[name].beat.number > number + 1)
+    assert not receiver.watch.heard[name].beat.in_collective
 
 
 def test_positions(here):

@@ -23,15 +23,15 @@ TIMEOUT_S = 4.0
 def watched(fresh):
     """The cluster with a short time-out. `said` has the warnings."""
     fresh.said = []
-    fresh.supervisor.ranks.watch.timeout_s = TIMEOUT_S
-    fresh.supervisor.ranks.warn = fresh.said.append
+    fresh.supervisor.ranks.timeout_s = TIMEOUT_S
+    fresh.supervisor.warn = fresh.said.append
     return fresh
 
 
 def workers(cluster, worker_class):
     worker = spawn(worker_class, reserve(cluster, {"w": [0, 1]}, devices_per_node=2), "w")
     ready(worker)
-    heard = cluster.supervisor.ranks.heartbeats.heard
+    heard = cluster.supervisor.ranks.heard
     assert within(60, lambda: all(one.heartbeat in heard for one in group(worker).workers))
     return worker
 
@@ -43,7 +43,7 @@ def stacks_in(text: str) -> str:
 def test_a_stopped_rank_is_frozen(watched):
     light = workers(watched, Light)
     processes = pids(light)
-    beats = watched.supervisor.ranks.heartbeats.heard
+    beats = watched.supervisor.ranks.heard
     name = group(light).workers[1].heartbeat
 
     def stop() -> None:
@@ -97,4 +97,4 @@ def test_a_slow_rank_is_named_once_and_goes_on(watched):
         echo.all_reduce_late(1, 2.5)
     (said,) = watched.said
     assert said.startswith("w rank 1 is a straggler: in the last 3 calls of all_reduce_late")
-    assert 1.0 < watched.supervisor.ranks.watch.stragglers.take("w") < 20.0
+    assert 1.0 < watched.supervisor.ranks.stragglers.take("w") < 20.0

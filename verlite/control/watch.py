@@ -1,12 +1,11 @@
 """What heartbeats mean: a frozen process, a call without progress, a slow rank."""
 
-import statistics
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from verlite.control import limits
+from verlite.control.stragglers import Slow, Stragglers
 from verlite.progress import Progress
 
 NOT_JUDGED = ("construction", "load", "save", "export_hf", "fetch_weights")
@@ -72,13 +71,6 @@ class Heard:
         self.beat, self.heard = beat, clock
 
 
-class Heartbeats(Protocol):
-    """What has been heard of each process, and the receiver's time."""
-
-    clock: float
-    heard: dict[str, Heard]
-
-
 @dataclass(frozen=True)
 class Rank:
     """What is known of one rank that has not answered a call.
@@ -97,20 +89,6 @@ class Rank:
     still_s: float
     at: Progress | None
     in_collective: bool = False
-
-
-class Call(Protocol):
-    """A call that ranks have not answered.
-
-    Attributes:
-        pause_s: longest time without progress that has been seen so far.
-        named: contains "" once the user has been told that the call makes no progress.
-    """
-
-    role: str
-    method: str
-    pause_s: float
-    named: set[str]
 
 
 @dataclass(frozen=True)
@@ -137,41 +115,39 @@ class Moves:
     ranks: list[Rank]
 
 
-@dataclass(frozen=True)
-class Slow:
-    """A rank that has just become a straggler. work: {rank: seconds}."""
-
-    rank: int
-    work: dict[int, float]
-
-
 class Watch:
     """Decides what heartbeats mean.
 
+    Without any, only the run's limit on calls applies.
+
     Args:
-        heartbeats: None: there are none, and only the run's limit on calls applies.
         timeout_s: a process without heartbeats for this time is looked at, and a call without
             progress is named.
+
+    Attributes:
+        clock: the receiver's time.
+        heard: what is known of each worker's process, by its name in heartbeats.
     """
 
-    def __init__(self, heartbeats: Heartbeats | None, timeout_s: float) -> None:
-        self.heartbeats = heartbeats
+    def __init__(self, timeout_s: float = limits.HEARTBEAT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
+        self.clock = 0.0
+        self.heard: dict[str, Heard] = {}
         self.stragglers = Stragglers()
         self._pauses: dict[tuple[str, str], float] = {}
         self._named: set[str] = set()  # processes whose background sampling was named
         self._checked = 0.0
 
-    @property
-    def clock(self) -> float:
-        return 0.0 if self.heartbeats is None else self.heartbeats.clock
-
-    def heard(self, process: str) -> Heard | None:
-        return None if self.heartbeats is None else self.heartbeats.heard.get(process)
+    def hear(self, process: str, beat: Beat) -> None:
+        """Note a heartbeat. Old ones are ignored."""
+        if process in self.heard:
+            self.heard[process].hear(beat, self.clock)
+        else:
+            self.heard[process] = Heard(beat, self.clock, self.clock, self.clock)
 
     def is_due(self, now: float) -> bool:
-        """Return True at most once per CHECK_EVERY_S, and never without heartbeats."""
-        if self.heartbeats is None or now - self._checked < limits.CHECK_EVERY_S:
+        """Return True at most once per CHECK_EVERY_S."""
+        if now - self._checked < limits.CHECK_EVERY_S:
             return False
         self._checked = now
         return True
@@ -184,7 +160,7 @@ class Watch:
         """Return {process: seconds since its last heartbeat} of those that must be looked at."""
         found = {}
         for process in processes:
-            heard = self.heard(process)
+            heard = self.heard.get(process)
             if heard and self.clock - max(heard.heard, heard.signed) > self.timeout_s:
                 found[process] = self.clock - heard.heard
         return found
@@ -192,26 +168,28 @@ class Watch:
     def have_signed(self, processes: Iterable[str]) -> bool:
         """Whether these processes have answered a signal since their last heartbeats. They run as
         long as none is stopped: native code may hold Python's lock."""
-        return all((one := self.heard(name)) and one.signed >= one.heard for name in processes)
+        return all((one := self.heard.get(name)) and one.signed >= one.heard for name in processes)
 
     def sign(self, process: str, clock: float) -> None:
         """Note that a process has answered a signal."""
-        if heard := self.heard(process):
+        if heard := self.heard.get(process):
             heard.signed = clock
 
     def facts(self, rank: int, process: str, elapsed_s: float) -> Rank:
         """Return the facts about a rank. elapsed_s: seconds since the call was made."""
-        heard, clock = self.heard(process), self.clock
+        heard, clock = self.heard.get(process), self.clock
         if heard is None:
             return Rank(rank, process, None, elapsed_s, None)
         still_s = min(elapsed_s, clock - heard.moved)
         silent_s = clock - heard.heard
         return Rank(rank, process, silent_s, still_s, heard.beat.at, heard.beat.in_collective)
 
-    def look(self, call: Call, ranks: Sequence[Rank], run_s: float) -> list[Still | Moves]:
+    def look(self, call: Any, ranks: Sequence[Rank], run_s: float) -> list[Still | Moves]:
         """Return what to say about the ranks that have not answered a call, and which are ended.
 
         Args:
+            call: its role and method; the longest time without progress so far, `pause_s`; and
+                `named`, which contains "" once the user has been told that it makes none.
             run_s: `trainer.phase_timeout_s`.
         """
         if call.method == IN_BACKGROUND:
@@ -229,7 +207,7 @@ class Watch:
 
     def _look_at_engine(self, rank: Rank, run_s: float) -> Still | Moves | None:
         """An engine with requests makes no progress since its last step."""
-        heard = self.heard(rank.process)
+        heard = self.heard.get(rank.process)
         if heard and heard.beat.at.pending:
             rank = replace(rank, still_s=max(rank.still_s, self.clock - heard.stepped))
         limit_s = end_limit(run_s, self.timeout_s, heard.pause_s if heard else None)
@@ -253,22 +231,22 @@ class Watch:
             named.add(name)
         return Still(still, over, limit_s, in_group)
 
-    def finished(self, call: Call, answered: Mapping[int, tuple[str, float]]) -> Slow | None:
+    def finished(self, call: Any, answered: Mapping[int, tuple[str, float]]) -> Slow | None:
         """Note a finished call: its longest pause, and how long each rank worked. Return the rank
         that has just become a straggler.
 
         Args:
             answered: {rank: (its process, seconds until its answer)}.
         """
-        if self.heartbeats is None or call.method == "construction":
+        if call.method == "construction":
             return None
         key = (call.role, call.method)
         self._pauses[key] = max(self._pauses.get(key, 0.0), call.pause_s)
         work = {
-            rank: own_work(seconds, self.heard(name)) for rank, (name, seconds) in answered.items()
+            rank: own_work(seconds, self.heard.get(name))
+            for rank, (name, seconds) in answered.items()
         }
-        rank = self.stragglers.add(*key, work)
-        return None if rank is None else Slow(rank, work)
+        return self.stragglers.add(*key, work)
 
     def restarted(self, role: str) -> None:
         """Forget how long calls of a role have paused: a new process does everything for the first
@@ -365,21 +343,6 @@ def position(at: Progress | None) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def slow_rank(work: Mapping[int, float]) -> tuple[int, float] | None:
-    """Return (rank, seconds more than the median of the others) of the slow rank of a call.
-
-    Args:
-        work: {rank: seconds of its own work, without waiting for other ranks}.
-    """
-    if len(work) < 2:
-        return None
-    slowest = max(work, key=lambda rank: work[rank])
-    others = statistics.median(seconds for rank, seconds in work.items() if rank != slowest)
-    more_s = work[slowest] - others
-    is_slow = work[slowest] > limits.SLOW_RATIO * others and more_s > limits.SLOW_S
-    return (slowest, more_s) if is_slow else None
-
-
 def own_work(seconds: float, heard: Heard | None) -> float:
     """Return the seconds of a call in which a rank did not wait in collectives.
 
@@ -390,39 +353,3 @@ def own_work(seconds: float, heard: Heard | None) -> float:
     if heard is None or not heard.beat.samples:
         return seconds
     return seconds * (1 - heard.beat.waits / heard.beat.samples)
-
-
-@dataclass
-class Stragglers:
-    """Finds ranks that are slow in one call after another.
-
-    Attributes:
-        seconds: {role: the most seconds by which a slow rank exceeded the others} since `take`.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _in_a_row: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
-    _named: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def add(self, role: str, method: str, work: Mapping[int, float]) -> int | None:
-        """Note a finished call. Return the rank that has just become a straggler, else None.
-
-        A rank is named once, and again only after a call in which it was not slow.
-        """
-        key = (role, method)
-        found = slow_rank(work)
-        if found is None:
-            self._in_a_row[key].clear()
-            self._named.pop(key, None)
-            return None
-        rank, more_s = found
-        self.seconds[role] = max(self.seconds.get(role, 0.0), more_s)
-        self._in_a_row[key] = [*self._in_a_row[key], rank][-limits.SLOW_CALLS :]
-        if self._in_a_row[key] != [rank] * limits.SLOW_CALLS or self._named.get(key) == rank:
-            return None
-        self._named[key] = rank
-        return rank
-
-    def take(self, role: str) -> float:
-        """Return the seconds of a role, 0 if no rank was slow, and start anew."""
-        return self.seconds.pop(role, 0.0)

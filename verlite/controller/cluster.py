@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from verlite.control import limits
-from verlite.control.watch import InARow
+from verlite.control.watch import InARow, Watch
 from verlite.controller import guardian, head, leftovers, node, ray_internals, ray_node
 from verlite.controller.failures import RayLost
 from verlite.controller.heartbeat import Receiver
 from verlite.controller.node_watch import Daemon, DaemonWatch
-from verlite.controller.rank_watch import RankWatch
 from verlite.controller.ray_internals import set_environment
 from verlite.controller.supervise import Supervisor
 from verlite.threads import cores
@@ -57,6 +56,7 @@ class Cluster:
         local: whether this process started the cluster.
         run_dir: workers write their logs into run_dir/logs.
         debugger, stops_at_failures: see `connect`.
+        heartbeats: receives those of the workers.
         reserved: Ray placement groups to remove at exit.
         sent_bytes, received_bytes: size of the batches that passed through the driver.
         environment: variables that workers on a joined cluster get. Those of a local cluster
@@ -71,6 +71,7 @@ class Cluster:
     supervisor: Supervisor
     debugger: str = ""
     stops_at_failures: bool = False
+    heartbeats: Receiver | None = None
     reserved: list[Any] = field(default_factory=list)
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -100,8 +101,8 @@ class Cluster:
         import ray
 
         self.supervisor.node_watch.stop()
-        if self.supervisor.ranks.heartbeats is not None:
-            self.supervisor.ranks.heartbeats.stop()
+        if self.heartbeats is not None:
+            self.heartbeats.stop()
         if self._watch is not None:
             self._watch.stop()
         try:
@@ -195,7 +196,7 @@ def connect(
         num_cpus: CPU slots of a local cluster. None uses the number of cores, but at least `slots`,
             so that any placement can be tried on a laptop.
         call_timeout_s: default limit of one call to workers without progress, in seconds.
-        heartbeat_timeout_s: see `RankWatch`.
+        heartbeat_timeout_s: see `control.watch.Watch`.
         debugger: what breakpoint() in a worker stops in: "debugpy", "legacy" (`ray debug`), or ""
             to refuse it. With "legacy" the token of a local cluster is written to TOKEN_FILE.
         stops_at_failures: whether workers wait for the debugger before they report a failure.
@@ -268,14 +269,16 @@ def connect(
     if local and debugger == "legacy":
         _write_token(run_path / "logs" / TOKEN_FILE)
     host = "127.0.0.1" if local else ray_internals.own_address()
+    ranks = Watch(heartbeat_timeout_s)
     cluster = Cluster(
         local,
         ray.get_runtime_context().gcs_address,
         run_id,
         run_path,
-        Supervisor(call_timeout_s, RankWatch(Receiver(host), heartbeat_timeout_s)),
+        Supervisor(call_timeout_s, ranks),
         debugger,
         stops_at_failures,
+        heartbeats=Receiver(host, ranks),
         environment=dict(environment or {}),
         py_executable=py_executable,
         _guardian=watch,

@@ -23,7 +23,7 @@ from typing import Any
 
 from verlite import progress
 from verlite.control import limits
-from verlite.control.watch import Beat, Heard
+from verlite.control.watch import Beat, Watch
 from verlite.progress import Progress
 
 HASH_BYTES = 32
@@ -130,20 +130,20 @@ def in_collective(frame: FrameType | None) -> bool:
 class Receiver:
     """A thread of the driver that receives heartbeats until `stop`.
 
+    Its clock is the seconds that it has run. It stands still while the driver is suspended:
+    otherwise every worker would seem silent afterwards.
+
     Attributes:
-        clock: seconds that this thread has run. It stands still while the driver is suspended:
-            otherwise every worker would seem silent afterwards.
-        heard: {name of a worker's process: what is known of it}.
+        watch: gets the heartbeats and the clock.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, watch: Watch) -> None:
+        self.watch = watch
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((host, 0))
         self._socket.settimeout(limits.SAMPLE_S)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self.clock = 0.0
-        self.heard: dict[str, Heard] = {}
         self._key = secrets.token_bytes(32)
         self._stopped = False
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
@@ -165,7 +165,7 @@ class Receiver:
             except OSError:  # a time-out, or ICMP's answer to another datagram
                 pass
             now = time.monotonic()
-            self.clock += min(now - last, 2 * limits.SAMPLE_S)
+            self.watch.clock += min(now - last, 2 * limits.SAMPLE_S)
             last = now
             if datagram:
                 self.receive(datagram)
@@ -174,10 +174,5 @@ class Receiver:
     def receive(self, datagram: bytes) -> None:
         """Note a heartbeat. Datagrams of others, and old ones, are ignored."""
         found = unpack(self._key, datagram)
-        if found is None:
-            return
-        name, beat = found
-        if name in self.heard:
-            self.heard[name].hear(beat, self.clock)
-        else:
-            self.heard[name] = Heard(beat, self.clock, self.clock, self.clock)
+        if found is not None:
+            self.watch.hear(*found)

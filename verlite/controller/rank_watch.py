@@ -8,17 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verlite.control import limits
-from verlite.control.watch import (
-    IN_BACKGROUND,
-    Moves,
-    Rank,
-    Watch,
-    not_entered,
-    position,
-    still_ranks,
-)
+from verlite.control.watch import IN_BACKGROUND, Moves, Rank, Watch, not_entered, position
 from verlite.controller.failures import FROZEN, STUCK
-from verlite.controller.heartbeat import Receiver
 from verlite.controller.node import Diagnosis
 from verlite.controller.stacks import collect, ranks_text, render
 from verlite.controller.worker_handle import WorkerHandle, diagnose
@@ -43,122 +34,94 @@ class Unresponsive:
     limit_s: float = 0.0
 
 
-class RankWatch:
-    """What one run's driver knows about its workers from their heartbeats.
+def look(
+    watch: Watch,
+    needed: Sequence[WorkerHandle],
+    workers: Sequence[WorkerHandle],
+    outstanding: Sequence[Any],
+    run_s: float,
+    warn: Callable[[str], None],
+) -> Iterator[Unresponsive]:
+    """Yield the workers that are frozen, then those that make no progress. Warn about the latter
+    some time earlier, once, and again when they go on.
 
     Args:
-        heartbeats, timeout_s: see `control.watch.Watch`.
-
-    Attributes:
-        watch: decides.
-        warn: shows a warning to the user.
+        needed: the workers whose silence matters.
+        workers, outstanding: of the run. No call waits for a worker any more that was yielded.
+        run_s: `trainer.phase_timeout_s`.
     """
-
-    def __init__(
-        self, heartbeats: Receiver | None = None, timeout_s: float = limits.HEARTBEAT_TIMEOUT_S
-    ) -> None:
-        self.heartbeats = heartbeats
-        self.watch = Watch(heartbeats, timeout_s)
-        self.warn: Callable[[str], None] = _log.warning
-
-    def facts(self, future: Any) -> list[Rank]:
-        """Return the facts about each rank that has not answered a call (`supervise.Future`)."""
-        elapsed_s = time.monotonic() - future.started
-        return [
-            self.watch.facts(worker.rank, worker.heartbeat, elapsed_s)
-            for worker in list(future.pending.values())
-        ]
-
-    def exceeds(self, future: Any, limit_s: float) -> bool:
-        """Return whether ranks of a call have made no progress for longer than the limit."""
-        return bool(still_ranks(self.facts(future), limit_s))
-
-    def look(
-        self,
-        needed: Sequence[WorkerHandle],
-        workers: Sequence[WorkerHandle],
-        outstanding: Sequence[Any],
-        run_s: float,
-    ) -> Iterator[Unresponsive]:
-        """Yield the workers that are frozen, then those that make no progress. Warn about the
-        latter some time earlier, once, and again when they go on.
-
-        Args:
-            needed: the workers whose silence matters.
-            workers, outstanding: of the run. No call waits for a worker any more that was yielded.
-            run_s: `trainer.phase_timeout_s`.
-        """
-        yield from self._frozen(needed, workers, outstanding)
-        for future in outstanding:
-            ranks = {worker.rank: worker for worker in list(future.pending.values())}
-            for verdict in self.watch.look(future, self.facts(future), run_s):
-                one_engine = future.method == IN_BACKGROUND
-                if isinstance(verdict, Moves):
-                    what = f"{future.role}.{future.method}"
-                    what = ranks[verdict.ranks[0].rank].name if one_engine else what
-                    self.warn(f"{what} makes progress again")
-                    continue
-                path = write_stacks(workers, collect(workers, outstanding))
-                text = f"{describe(future, verdict.ranks, ranks)}. Stacks of all processes: {path}"
-                if verdict.over:
-                    over = [ranks[rank.rank] for rank in verdict.over]
-                    call = future if verdict.in_group else None
-                    yield Unresponsive(over, STUCK, text, call, verdict.limit_s)
-                    continue
-                what = "engine is replaced" if one_engine else "call is ended"
-                limit = f"after {verdict.limit_s:.0f} s without progress"
-                self.warn(f"{text}. The {what} {limit}")
-
-    def _frozen(
-        self,
-        needed: Sequence[WorkerHandle],
-        workers: Sequence[WorkerHandle],
-        outstanding: Sequence[Any],
-    ) -> Iterator[Unresponsive]:
-        """Yield the workers whose heartbeats have stopped and that do not answer a signal either.
-
-        A worker in native code that holds Python's lock sends no heartbeats, but it answers.
-        """
-        watch = self.watch
-        silent_s = watch.silent(worker.heartbeat for worker in needed)
-        silent = [worker for worker in needed if worker.heartbeat in silent_s]
-        if not silent:
-            return
-        # Stacks are written once per silence.
-        if watch.have_signed(silent_s) and not any(map(is_gone, diagnose(silent))):
-            for worker in silent:
-                watch.sign(worker.heartbeat, watch.clock)
-            return
-        clock = watch.clock
-        dump = collect(workers, outstanding)
-        path = write_stacks(workers, dump)
-        for worker, answer in zip(workers, dump["workers"], strict=True):
-            heard = watch.heard(worker.heartbeat)
-            if worker not in silent or heard is None:
+    yield from _frozen(watch, needed, workers, outstanding)
+    for future in outstanding:
+        ranks = {worker.rank: worker for worker in list(future.pending.values())}
+        for verdict in watch.look(future, future.facts(), run_s):
+            one_engine = future.method == IN_BACKGROUND
+            if isinstance(verdict, Moves):
+                what = f"{future.role}.{future.method}"
+                what = ranks[verdict.ranks[0].rank].name if one_engine else what
+                warn(f"{what} makes progress again")
                 continue
-            if answer["stacks"] or heard.heard > clock:
-                watch.sign(worker.heartbeat, clock)
+            path = write_stacks(workers, collect(workers, outstanding))
+            text = f"{describe(future, verdict.ranks, ranks)}. Stacks of all processes: {path}"
+            if verdict.over:
+                over = [ranks[rank.rank] for rank in verdict.over]
+                call = future if verdict.in_group else None
+                yield Unresponsive(over, STUCK, text, call, verdict.limit_s)
                 continue
-            why = (
-                f"no heartbeat for {silent_s[worker.heartbeat]:.0f} s and no answer to a signal; "
-                f"the process is {answer['state']}. "
-                f"Last position: {position(heard.beat.at)}. Stacks of the others: {path}"
-            )
-            yield Unresponsive([worker], FROZEN, why)
+            what = "engine is replaced" if one_engine else "call is ended"
+            warn(f"{text}. The {what} after {verdict.limit_s:.0f} s without progress")
 
-    def finished(self, future: Any) -> None:
-        """Note a finished call, and name a straggler."""
-        answered = future.answered
-        seconds = {rank: (one.heartbeat, took) for rank, (one, took) in answered.items()}
-        slow = self.watch.finished(future, seconds)
-        if slow is not None:
-            work = ", ".join(f"rank {rank}: {slow.work[rank]:.1f} s" for rank in sorted(slow.work))
-            worker = answered[slow.rank][0]
-            self.warn(
-                f"{worker.name} is a straggler: in the last {limits.SLOW_CALLS} calls of "
-                f"{future.method} it worked longest ({work}). Process {worker.pid} on "
-                f"node {worker.node}"
-            )
+
+def _frozen(
+    watch: Watch,
+    needed: Sequence[WorkerHandle],
+    workers: Sequence[WorkerHandle],
+    outstanding: Sequence[Any],
+) -> Iterator[Unresponsive]:
+    """Yield the workers whose heartbeats have stopped and that do not answer a signal either.
+
+    A worker in native code that holds Python's lock sends no heartbeats, but it answers.
+    """
+    silent_s = watch.silent(worker.heartbeat for worker in needed)
+    silent = [worker for worker in needed if worker.heartbeat in silent_s]
+    if not silent:
+        return
+    # Stacks are written once per silence.
+    if watch.have_signed(silent_s) and not any(map(is_gone, diagnose(silent))):
+        for worker in silent:
+            watch.sign(worker.heartbeat, watch.clock)
+        return
+    clock = watch.clock
+    dump = collect(workers, outstanding)
+    path = write_stacks(workers, dump)
+    for worker, answer in zip(workers, dump["workers"], strict=True):
+        if worker not in silent:
+            continue
+        heard = watch.heard[worker.heartbeat]
+        if answer["stacks"] or heard.heard > clock:
+            watch.sign(worker.heartbeat, clock)
+            continue
+        why = (
+            f"no heartbeat for {silent_s[worker.heartbeat]:.0f} s and no answer to a signal; "
+            f"the process is {answer['state']}. "
+            f"Last position: {position(heard.beat.at)}. Stacks of the others: {path}"
+        )
+        yield Unresponsive([worker], FROZEN, why)
+
+
+def straggler(watch: Watch, future: Any) -> str:
+    """Note a finished call. Return what to say about a rank that has just become a straggler, else
+    ""."""
+    answered = future.answered
+    seconds = {rank: (one.heartbeat, took) for rank, (one, took) in answered.items()}
+    slow = watch.finished(future, seconds)
+    if slow is None:
+        return ""
+    work = ", ".join(f"rank {rank}: {slow.work[rank]:.1f} s" for rank in sorted(slow.work))
+    worker = answered[slow.rank][0]
+    return (
+        f"{worker.name} is a straggler: in the last {limits.SLOW_CALLS} calls of {future.method} "
+        f"it worked longest ({work}). Process {worker.pid} on node {worker.node}"
+    )
 
 
 def is_gone(found: Diagnosis | None) -> bool:

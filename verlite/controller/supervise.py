@@ -6,6 +6,7 @@ death of that rank is known. The supervisor therefore waits a moment after the f
 the root cause, stops all workers and raises one error.
 """
 
+import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from verlite.control import limits
 from verlite.control.causes import Failures, Settling, dead_workers
+from verlite.control.watch import Rank, Watch, still_ranks
 from verlite.controller.failures import (
     NODE_LOST,
     Cause,
@@ -28,7 +30,7 @@ from verlite.controller.failures import (
     worker_error,
 )
 from verlite.controller.node_watch import DaemonWatch, NodeWatch
-from verlite.controller.rank_watch import RankWatch
+from verlite.controller.rank_watch import look, straggler
 from verlite.controller.records import Failed
 from verlite.controller.stacks import collect
 from verlite.controller.worker_handle import WorkerHandle, diagnose, kill_processes, process_infos
@@ -50,7 +52,7 @@ class Future(Generic[T]):
         started: time of the call, from time.monotonic().
         answered: {rank: (its worker, seconds until its answer)}.
         pause_s: longest time without progress that has been seen so far.
-        named: see `control.watch.Call`.
+        named: see `control.watch.Watch.look`.
     """
 
     supervisor: "Supervisor"
@@ -87,6 +89,16 @@ class Future(Generic[T]):
             raise
         return self.assemble([self.values[rank] for rank in sorted(self.values)])
 
+    def facts(self) -> list[Rank]:
+        """Return what is known of each rank that has not answered."""
+        elapsed_s = time.monotonic() - self.started
+        facts = self.supervisor.ranks.facts
+        return [facts(w.rank, w.heartbeat, elapsed_s) for w in list(self.pending.values())]
+
+    def exceeds(self, limit_s: float) -> bool:
+        """Return whether ranks have made no progress for longer than the limit."""
+        return bool(still_ranks(self.facts(), limit_s))
+
     def send_missing(self) -> None:
         """Send the call again to the ranks that have died, also to those that had answered: what
         they keep for others is lost with them. Also to ranks that failed because of the deaths. The
@@ -108,6 +120,7 @@ class Supervisor:
     Attributes:
         call_timeout_s: default limit of one call without progress, in seconds.
         ranks: notices frozen, stuck and slow ranks.
+        warn: shows a warning to the user.
         workers: all workers of the run.
         restartable: roles of which a dead worker does not end the run: calls raise RankDied. Then
             use `settle` and `WorkerGroup.restart`.
@@ -120,9 +133,10 @@ class Supervisor:
             the wait.
     """
 
-    def __init__(self, call_timeout_s: float, ranks: RankWatch | None = None) -> None:
+    def __init__(self, call_timeout_s: float, ranks: Watch | None = None) -> None:
         self.call_timeout_s = call_timeout_s
-        self.ranks = ranks or RankWatch()
+        self.ranks = ranks or Watch()
+        self.warn: Callable[[str], None] = logging.getLogger(__name__).warning
         self.workers: list[WorkerHandle] = []
         self.restartable: set[str] = set()
         self.outstanding: list[Future[Any]] = []
@@ -146,17 +160,15 @@ class Supervisor:
             RuntimeError: the workers were stopped after an earlier failure.
         """
         while future.pending and self.failure is None:
-            self.before_poll()
-            self._raise_if_ray_lost()
-            self._raise_if_node_lost()
+            self._look_around()
             try:
                 self.poll(limits.POLL_S)
             except KeyboardInterrupt:
                 if self.stopped_by is None:
                     raise
                 self._raise_first([self.stopped_by])
-            if self.failure is None and self.ranks.exceeds(future, timeout_s):
-                self.ranks.watch.look_now()  # a rank stuck on its own may be restartable
+            if self.failure is None and future.exceeds(timeout_s):
+                self.ranks.look_now()  # a rank stuck on its own may be restartable
                 self.poll(0.0)
                 if future.pending:
                     self._raise_stuck(future, timeout_s)
@@ -222,12 +234,10 @@ class Supervisor:
         self._kill(settling.dead)
         settling.begin(time.monotonic())
         while self.outstanding:
-            self.before_poll()
-            self._raise_if_ray_lost()
-            self._raise_if_node_lost()
+            self._look_around()
             late = self._late() if settling.may_be_stuck(time.monotonic()) else []
             if late:
-                self.ranks.watch.look_now()
+                self.ranks.look_now()
             causes = self._collect(0.0 if late else limits.POLL_S)
             if any(future.pending for future in late):
                 causes += [c for c in self._dead_workers() if c.worker not in settling.dead]
@@ -247,8 +257,7 @@ class Supervisor:
 
     def _late(self) -> list[Future[Any]]:
         """Return the calls that exceed the run's limit."""
-        limit_s = self.call_timeout_s
-        return [future for future in self.outstanding if self.ranks.exceeds(future, limit_s)]
+        return [future for future in self.outstanding if future.exceeds(self.call_timeout_s)]
 
     def stop_all(self) -> None:
         """Kill every worker; see `stop`."""
@@ -302,7 +311,9 @@ class Supervisor:
                 future.values[worker.rank] = value
                 future.answered[worker.rank] = worker, time.monotonic() - future.started
                 if not future.pending:
-                    self.ranks.finished(future)
+                    text = straggler(self.ranks, future)
+                    if text:
+                        self.warn(text)
         causes += self._unresponsive()
         self.outstanding = [future for future in self.outstanding if future.pending]
         return causes
@@ -316,13 +327,13 @@ class Supervisor:
         Raises:
             StuckError: ranks that meet in collectives make no progress.
         """
-        if not self.ranks.watch.is_due(time.monotonic()):
+        if not self.ranks.is_due(time.monotonic()):
             return []
         busy = {worker for future in self.outstanding for worker in future.pending.values()}
         needed = [one for one in self.workers if one in busy or one.role not in self.restartable]
         causes = []
-        limit_s = self.call_timeout_s
-        for one in self.ranks.look(needed, self.workers, self.outstanding, limit_s):
+        given = (self.workers, self.outstanding, self.call_timeout_s, self.warn)
+        for one in look(self.ranks, needed, *given):
             if one.call is not None:
                 self._raise_stuck(one.call, one.limit_s, one.why)
             for worker in one.workers:
@@ -373,6 +384,12 @@ class Supervisor:
     def ray_is_lost(self) -> bool:
         """Whether a process of Ray on this machine is lost, so that calls into Ray may hang."""
         return self.daemon_watch is not None and self.daemon_watch.lost is not None
+
+    def _look_around(self) -> None:
+        """Raise if something ends the wait: see `before_poll`, RayLost, NodeLost."""
+        self.before_poll()
+        self._raise_if_ray_lost()
+        self._raise_if_node_lost()
 
     def _raise_if_ray_lost(self) -> None:
         """Raise RayLost if a process of Ray on this machine is lost. The guardian ends the workers,

@@ -115,7 +115,7 @@ class WorkerGroup:
             StuckError: one of them was not placed within PLACE_S, or not constructed in time.
         """
         self._restarts += 1
-        self.supervisor.ranks.watch.restarted(self.role)
+        self.supervisor.ranks.restarted(self.role)
         new = [restart_process(self.placement, self.role, w.rank, self._restarts) for w in dead]
         for worker in new:
             self.workers[worker.rank] = worker

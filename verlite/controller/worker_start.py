@@ -113,7 +113,7 @@ def _specs(
     one_node = len({device.node_id for device in placement.devices}) == 1
     logs = placement.cluster.run_dir / "logs"
     environment = {} if placement.cluster.local else placement.cluster.environment
-    heartbeats = placement.cluster.supervisor.ranks.heartbeats
+    heartbeats = placement.cluster.heartbeats
     secrets = tuple(pair for pair in environment.items() if is_secret(*pair))
     specs = []
     for rank, (device, devices) in enumerate(zip(first_devices, ranks, strict=True)):

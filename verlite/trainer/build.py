@@ -84,7 +84,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
                 plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
             display.show_plan(plan.with_rows(found.sampler.size))
-            placement.cluster.supervisor.ranks.warn = display.warn
+            placement.cluster.supervisor.warn = display.warn
             if config.trainer.debug:
                 display.info(debug_text(placement.cluster.debugger))
                 stack.enter_context(show_stops(placement.cluster, display.info))

@@ -149,7 +149,7 @@ def straggler_metrics(run: Run) -> Metrics:
     """Return how many seconds the slowest rank of each role worked longer than the median of the
     others in its slowest call of the step; 0 if no rank was slow (`control.watch`)."""
     return {
-        f"perf/straggler/{role}": group(workers).supervisor.ranks.watch.stragglers.take(role)
+        f"perf/straggler/{role}": group(workers).supervisor.ranks.stragglers.take(role)
         for role, workers in run.workers.items()
     }
 
