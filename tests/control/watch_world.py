@@ -480,7 +480,7 @@ class WatchWorld:
                 self.longest[key] = max(self.longest.get(key, 0.0), future.pause_s)
 
     def restart(self, died: RankDied) -> None:
-        """As trainer.recovery."""
+        """As trainer.stages.weights."""
         self.events += 1
         before = [p for p in self.processes if not p.is_dead]
         for worker in died.workers:

@@ -265,7 +265,7 @@ class Process:
             raise EnginesGone(count)
 
     def restart(self, died: "EnginesGone") -> None:
-        """As trainer.recovery."""
+        """As trainer.stages.weights."""
         while True:
             fails, self.samples_fail = self.samples_fail, False
             following = self.tell("engines_died", died.count, "engine", "killed", fails)

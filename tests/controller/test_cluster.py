@@ -59,8 +59,8 @@ def test_guardian_spares_the_owners_children_after_a_normal_exit(normal_exit, tm
 CUT_OFF = """
 import subprocess, sys
 code = (
-    "from verlite.controller import guardian; import os; guardian.HEAD_EVERY_S = 0.1; "
-    "guardian.main(os.getppid(), 'MARK=cut-off', '--head={head}')"
+    "from verlite.controller import guardian; import os; "
+    "guardian.main(os.getppid(), 'MARK=cut-off', '--head={head},0.1,5,4')"
 )
 watch = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
 print("started", flush=True)
@@ -76,12 +76,12 @@ def test_guardian_ends_a_worker_that_has_lost_the_head():
         command = [sys.executable, "-c", CUT_OFF.format(head=address)]
         owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert owner.stdout.readline() == "started\n"
-        for _ in range(6):  # more than HEAD_FAILURES
+        for _ in range(6):  # more than fail
             server.accept()[0].close()
         assert owner.poll() is None
     assert owner.wait(20) == -signal.SIGKILL
     owner.communicate()
-    assert guardian.answers(address) is False
+    assert guardian.answers(address, 5.0) is False
 
 
 @pytest.mark.process

@@ -167,7 +167,7 @@ def test_ray_is_not_started_beside_a_shutdown_that_hangs(monkeypatch, hangs):
 
     monkeypatch.setattr(ray, "init", start)
     monkeypatch.setattr(ray, "shutdown", lambda: hangs and release.wait(60))
-    monkeypatch.setattr(cluster_module, "RAY_END_S", 0.2)
+    monkeypatch.setattr(limits, "RAY_END_S", 0.2)
     with pytest.raises(RayLost, match="timed out"):
         cluster_module._start_local(1, None, (), lambda: None)
     release.set()

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from verlite.cli import app
 from verlite.cli import cluster as command
+from verlite.control import limits
 from verlite.controller import head as joined
 from verlite.controller import ray_node
 from verlite.controller.node import this_process
@@ -496,7 +497,7 @@ def test_blocking_head_reports_nodes_that_join_and_leave_then_stops(monkeypatch)
     """It asks its own cluster, whatever the options of the start named."""
     views = [[node(0)], [node(0), node(1)], [node(0)]]
     said = []
-    monkeypatch.setattr(start, "VIEW_EVERY_S", 0)
+    monkeypatch.setattr(limits, "VIEW_EVERY_S", 0)
     monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(start.guardian, "start", lambda mark: said.append(mark))
     monkeypatch.setattr(start.guardian, "dismiss", lambda guard: said.append("dismissed"))
@@ -524,7 +525,7 @@ def test_blocking_node_ends_when_the_head_is_lost(monkeypatch):
     """One answer among the failures shows that the head is slow, not lost."""
     answers = [False] * 5 + [True] + [False] * 20
     ended = []
-    monkeypatch.setattr(start, "VIEW_EVERY_S", 0)
+    monkeypatch.setattr(limits, "VIEW_EVERY_S", 0)
     monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(start.guardian, "start", lambda mark: None)
     monkeypatch.setattr(start.guardian, "dismiss", lambda guard: None)

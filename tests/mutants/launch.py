@@ -162,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "Ray stays on a node that has lost the head",
-        WATCH + "HEAD_FAILURES",
+        "verlite.control.limits:VIEW_FAILURES",
         constant(10**9),
         CLUSTER,
     ),

@@ -73,7 +73,7 @@ def events(monkeypatch):
 def finish_all_steps(run, stop_at=None):
     for step in run.steps():
         assert not run.metrics, "a step starts with the metrics of the previous one"
-        run.begin_update()
+        run.tell(Machine.update_begins)
         if step == stop_at:
             run.stop.tell(Machine.asked, "SIGTERM")
         batch = rewarded_batch()
@@ -130,15 +130,15 @@ def test_a_step_is_given_up_only_before_its_first_update(tmp_path, events, monke
     monkeypatch.setattr(finish, "straggler_metrics", lambda run: {})
     steps = run.steps()
     next(steps)
-    run.poll()
-    run.begin_update()
+    run.tell(Machine.polled)
+    run.tell(Machine.update_begins)
     batch = rewarded_batch()
     batch = batch.with_batch(trained_tokens=batch.batch["sampled_tokens"])
     finish.finish_step(run, batch)
     next(steps)
     run.stop.tell(Machine.asked, "SIGTERM")
     with pytest.raises(StepAborted):
-        run.begin_update()
+        run.tell(Machine.update_begins)
     assert ended == [["engine"]]
 
 
@@ -148,7 +148,7 @@ def test_a_stop_during_validation_saves_the_step_without_its_result(tmp_path, ev
 
     def validate(run):
         run.stop.tell(Machine.asked, "SIGTERM")
-        run.poll()  # as a wait for workers does
+        run.tell(Machine.polled)  # as a wait for workers does
 
     monkeypatch.setattr(finish, "validate", validate)
     monkeypatch.setattr(finish, "straggler_metrics", lambda run: {})  # its workers are not real
@@ -160,8 +160,8 @@ def test_a_stop_during_validation_saves_the_step_without_its_result(tmp_path, ev
 
 def test_first_step_is_the_first_of_the_process(tmp_path):
     run = fake_run(tmp_path, resumed_step=3)
-    steps = [(step, run.first_step, run.last_step) for step in run.steps()]
-    assert steps == [(4, True, False), (5, False, True)]
+    steps = [(step, run.first_step) for step in run.steps()]
+    assert steps == [(4, True), (5, False)]
 
 
 def test_undo_step_restores_number_metrics_and_sampler(tmp_path):
@@ -215,7 +215,7 @@ def test_saves_may_fail_a_few_times_in_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for now[0] in (0.0, 1000.0, 1500.0, 2000.0, 2001.0, 2119.9):
         save_next_step(run)
-    assert (run.saved_step, len(run.display)) == (3, 5)
+    assert (run.stop.machine.saved_step, len(run.display)) == (3, 5)
     assert "trainer.max_failed_saves=3, but not within 120 s of the first" in run.display[-1]
     now[0] = 2120.0
     with pytest.raises(checkpoints.CheckpointError, match="full"):
@@ -228,10 +228,16 @@ def test_a_save_fails_if_the_driver_does_not_see_all_files(tmp_path, monkeypatch
     save_next_step(run)
     assert "2 ranks of the actor wrote" in run.display[0]
     assert "sees the files of 1" in run.display[0]
-    assert run.saved_step == 0
+    assert run.stop.machine.saved_step == 0
 
 
 def test_only_roles_that_train_are_saved(tmp_path):
-    run = fake_run(tmp_path, workers={"actor": 1, "critic": 2, "ref": 3, "rollout": 4})
-    assert run.saved_workers == {"actor": 1, "critic": 2}
-    assert run.reference == 3
+    saved = []
+    workers = {
+        role: SimpleNamespace(save=lambda folder: saved.append(Path(folder).name) or [])
+        for role in ("actor", "critic", "ref", "rollout")
+    }
+    run = fake_run(tmp_path, workers=workers)
+    run.plan.placement = dict.fromkeys(workers, [])
+    finish.save_workers(run, tmp_path)
+    assert saved == ["actor", "critic"]

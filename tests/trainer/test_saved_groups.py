@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.trainer.runs import driver_state
+from verlite.control import limits
 from verlite.control.commands import Do
 from verlite.control.flow import Flow, State
 from verlite.protocol.data import DataProto, equal, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Completion, Sampling, Trajectory
 from verlite.trainer import checkpoints, saved_groups
-from verlite.trainer import groups as groups_module
 from verlite.trainer.checkpoints import Checkpoint
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups, uid_of
@@ -366,7 +366,7 @@ class Supervisor:
 
     def answers_within(self, call: str, limit_s: float) -> list[DataProto]:
         self.calls.append(call)
-        assert limit_s == groups_module.LOOK_S
+        assert limit_s == limits.ENGINES_LOOK_S
         return self.rows
 
     def stop(self, workers: list[str]) -> None:

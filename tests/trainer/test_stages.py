@@ -91,7 +91,7 @@ class FakeRun(SimpleNamespace):
     groups = None
     log_prob_role = Run.log_prob_role
     log_prob_worker = Run.log_prob_worker
-    tell, obey, poll = Run.tell, Run.obey, Run.poll
+    tell, obey = Run.tell, Run.obey
 
     @property
     def advantage(self):
@@ -118,7 +118,6 @@ def fake_run(**fields) -> FakeRun:
         "service": None,
         "shown_failures": set(),
         "tokenizer": SimpleNamespace(decode=lambda ids: f"prompt {list(map(int, ids))}"),
-        "begin_update": lambda: None,
         "kl": FixedKLController(0.0),
         "plan": SimpleNamespace(
             critic_warmup=0,

@@ -13,7 +13,6 @@ from verlite.control.policy import Policy
 from verlite.controller.failures import Cause, RankDied, StuckError, WorkerError, worker_error
 from verlite.controller.node import Diagnosis
 from verlite.spec.weight_routes import weight_routes
-from verlite.trainer import recovery
 from verlite.trainer import run as trainer_run
 from verlite.trainer.errors import exit_code
 from verlite.trainer.run import StepState
@@ -242,7 +241,7 @@ def test_engines_that_live_hold_no_memory_while_the_actor_publishes(monkeypatch)
     awake = []
     run.actor, run.rollout = Awake(book, "actor", awake), Awake(book, "rollout", awake)
     run.current = StepState(number=1)
-    monkeypatch.setattr(recovery, "group", lambda workers: Engines())
+    monkeypatch.setattr(weights, "group", lambda workers: Engines())
     sync_weights(run)
     assert awake
 
@@ -256,8 +255,8 @@ def test_engines_that_live_hold_no_memory_while_the_actor_publishes(monkeypatch)
 
 
 def restart(run, engines, monkeypatch):
-    monkeypatch.setattr(recovery, "group", lambda workers: engines)
-    recovery.restart_engines(run, died())
+    monkeypatch.setattr(weights, "group", lambda workers: engines)
+    weights.restart_engines(run, died())
 
 
 def test_the_first_death_keeps_no_batch(monkeypatch):
@@ -266,8 +265,8 @@ def test_the_first_death_keeps_no_batch(monkeypatch):
     death = died()
     death.call = Calls([], "a call with its batch")
     batch = weakref.ref(death.call)
-    monkeypatch.setattr(recovery, "group", lambda workers: Engines())
-    recovery.restart_engines(run, death)
+    monkeypatch.setattr(weights, "group", lambda workers: Engines())
+    weights.restart_engines(run, death)
     assert isinstance(run.current.first_death, WorkerError)
     assert str(run.current.first_death) == str(death)
     del death
@@ -315,12 +314,12 @@ def test_an_engine_that_fails_in_every_process_fails_for_good(limit, code, monke
     run.tell(Machine.begins, Policy(total_steps=9, max_restarts=limit))
     failed = Cause(engine_of(0), "generate", "the engine died", "EngineDied", "CUDA", "", 0.0)
     error = worker_error([failed], Diagnosis("", "running", 0), 0)
-    monkeypatch.setattr(recovery, "group", lambda workers: Engines())
+    monkeypatch.setattr(weights, "group", lambda workers: Engines())
     death = RankDied(error, [engine_of(0)])
     for _ in range(limit):
-        recovery.restart_engines(run, death)
+        weights.restart_engines(run, death)
     with pytest.raises(WorkerError, match="at most") as caught:
-        recovery.restart_engines(run, death)
+        weights.restart_engines(run, death)
     assert exit_code(caught.value) == code
 
 
@@ -329,7 +328,7 @@ def test_a_stop_waits_for_no_restart_after_an_update(when, monkeypatch):
     book, run = synced()
     run.current, run.workers = StepState(number=2), {"rollout": "the engines"}
     engines = Engines()
-    monkeypatch.setattr(recovery, "group", lambda workers: engines)
+    monkeypatch.setattr(weights, "group", lambda workers: engines)
     monkeypatch.setattr(trainer_run, "group", lambda workers: engines)
 
     def finish(step):
@@ -351,7 +350,7 @@ def test_a_stop_waits_for_no_restart_after_an_update(when, monkeypatch):
 
     def start(workers):
         run.stop.tell(Machine.asked, "SIGTERM")
-        run.poll()
+        run.tell(Machine.polled)
 
     engines.restart = start
     finish(2)

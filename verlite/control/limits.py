@@ -21,6 +21,15 @@ CHECKPOINT_S = 1.0
 ATEXIT_S = 3.0
 """How long functions of `atexit` may run."""
 
+CLOSE_S = 6.0
+"""How long workers may take to close."""
+FREE_S = 4.0
+"""How long freeing the devices may take."""
+RAY_END_S = 10.0
+"""How long leaving or stopping Ray may take."""
+RESTORE_EVERY_S = 0.01
+"""How long a signal handler may be missing while Ray ends."""
+
 SPARE_S = 10.0
 """What trainer.max_runtime keeps besides the save and LEAVE_S."""
 UNKNOWN_SAVE_S = 60.0
@@ -40,6 +49,13 @@ SHORTEST_WAIT_S = 0.001
 MAX_RESAMPLES = 3
 """Generations of the same samples after the first one, each after an outage. A health check that
 passes does not guarantee success."""
+
+ALIVE_S = 5.0
+"""How often `verlite launch` tells the hosts that it is there."""
+SILENCE_S = 120.0
+"""A host that hears nothing for so long ends its command: with SIGTERM, then"""
+LEASE_GRACE_S = 20.0
+"""this much later with SIGKILL."""
 
 AFTER_STOP_S = 1.0
 """Pause before `verlite supervise` starts a command again that was stopped."""
@@ -80,11 +96,28 @@ least SLOW_S seconds longer."""
 SLOW_CALLS = 3
 """A straggler is the slow rank of that many calls of a method in a row."""
 
+ENGINES_LOOK_S = 10.0
+"""How long the engines may take to say what running samples have so far. An engine that is stuck
+must not hold up a save."""
+ENGINES_WAIT_S = 0.25
+"""How long the engines wait for their next finished group before they answer that there is none. A
+request to stop is noticed between two answers."""
+
 PROBE_EVERY_S = 3.0
 PROBE_TIMEOUT_S = 5.0
 LOST_PROBES = 4
 """A node is lost after this many failed probes in a row: after 12 s if the connection is refused,
 after 32 s if nothing answers."""
+HEAD_EVERY_S = 8.0
+HEAD_TIMEOUT_S = 5.0
+HEAD_FAILURES = 4
+"""A worker's guardian gives up a silent head after 4 x (8 + 5) = 52 s, later than the driver gives
+up a silent node: the run's own message comes first."""
+VIEW_EVERY_S = 5.0
+VIEW_FAILURES = 6
+"""`verlite cluster start` on another node ends its Ray if the head has not answered this many times
+in a row: after 30 s if connections are refused, 60 s if nothing answers. Ray itself needs more than
+two minutes."""
 DAEMONS_EVERY_S = 1.0
 """How often the processes of Ray on this machine and the guardian are looked at."""
 FROZEN_LOOKS = 8

@@ -36,14 +36,6 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 TASK_EVENTS = "RAY_task_events_report_interval_ms"
 """Ray's name for: how often workers report their tasks to the GCS; 0 is never."""
-CLOSE_S = 6.0
-"""How long workers may take to close."""
-FREE_S = 4.0
-"""How long freeing the devices may take."""
-RAY_END_S = 10.0
-"""How long leaving or stopping Ray may take."""
-RESTORE_EVERY_S = 0.01
-"""How long a signal handler may be missing while Ray ends."""
 TOKEN_FILE = "ray_token"
 """File in run_dir/logs with the token of a local cluster while it runs, for `ray debug`."""
 
@@ -112,9 +104,9 @@ class Cluster:
                 atexit.unregister(ray.shutdown)
                 return
             if graceful:
-                bounded(lambda: _close_workers(self.supervisor), CLOSE_S)
-            if bounded(self._free_devices, FREE_S):
-                bounded(ray.shutdown, RAY_END_S)
+                bounded(lambda: _close_workers(self.supervisor), limits.CLOSE_S)
+            if bounded(self._free_devices, limits.FREE_S):
+                bounded(ray.shutdown, limits.RAY_END_S)
         finally:
             set_environment(self._environment_before)
             watch, self._guardian = self._guardian, None
@@ -334,7 +326,7 @@ def bounded(function: Callable[[], object], seconds: float) -> bool:
     thread.start()
     until = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < until:
-        thread.join(RESTORE_EVERY_S)
+        thread.join(limits.RESTORE_EVERY_S)
         ray_internals.restore_sigterm()
     ray_internals.restore_sigterm()  # the function may have ended before the first look
     return not thread.is_alive()
@@ -411,7 +403,7 @@ def _start_local(
                 )
             return
         except Exception as error:  # Ray has no narrower class for it
-            has_ended = bounded(ray.shutdown, RAY_END_S)
+            has_ended = bounded(ray.shutdown, limits.RAY_END_S)
             clean()
             timed_out = "timed out" in str(error)
             if is_last_try or not timed_out or not has_ended:
@@ -481,4 +473,4 @@ def _close_workers(supervisor: Supervisor) -> None:
 
     refs = [worker.actor.close.remote() for worker in supervisor.workers]
     if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=CLOSE_S)
+        ray.wait(refs, num_returns=len(refs), timeout=limits.CLOSE_S)

@@ -13,7 +13,8 @@ In both cases it kills Ray's processes that have files of the folder open, and r
 
 On a node whose network is cut nobody tells a worker that its run has ended, and Ray takes about two
 minutes to notice. With --head the guardian therefore opens a TCP connection there every few
-seconds, and kills its owner, too, if that fails several times in a row.
+seconds, and kills its owner, too, if that fails several times in a row:
+--head=HOST:PORT,SECONDS,TIMEOUT,TIMES.
 
 It needs /proc, so it does nothing on systems other than Linux. It uses the standard library only,
 because it must be small and start at once.
@@ -30,11 +31,6 @@ import time
 
 SWEEP_S = 15.0
 """How long to look for marked processes again, to find those that start during the search."""
-HEAD_EVERY_S = 8.0
-HEAD_TIMEOUT_S = 5.0
-HEAD_FAILURES = 4
-"""A silent head is given up after 4 x (8 + 5) = 52 s, later than the driver gives up a silent node
-(`node_watch`): the run's own message comes first."""
 
 
 def start(
@@ -46,9 +42,12 @@ def start(
         mark: NAME=VALUE.
         head: host:port of Ray's head, without which this process must end.
     """
+    from verlite.control import limits  # which the program below does not find
+
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
     if head:
-        command.append(f"--head={head}")
+        times = (limits.HEAD_EVERY_S, limits.HEAD_TIMEOUT_S, limits.HEAD_FAILURES)
+        command.append(f"--head={','.join(map(str, (head, *times)))}")
     if folder:
         command.append(folder)
     return subprocess.Popen(
@@ -145,12 +144,12 @@ def sweep(mark: str, workers_only: bool, *folders: str) -> None:
         time.sleep(0.1)
 
 
-def answers(address: str) -> bool:
-    """Return whether something accepts TCP connections at host:port."""
+def answers(address: str, timeout_s: float) -> bool:
+    """Return whether something accepts TCP connections at host:port within so many seconds."""
     host, _, port = address.rpartition(":")
     try:
         server = (host.strip("[]"), int(port))
-        socket.create_connection(server, timeout=HEAD_TIMEOUT_S).close()
+        socket.create_connection(server, timeout=timeout_s).close()
         return True
     except OSError:
         return False
@@ -158,21 +157,22 @@ def answers(address: str) -> bool:
 
 def main(owner: int, mark: str, *folders: str) -> None:
     """Wait until the owner exits, or loses Ray's head, then clean up."""
-    head = ""
+    head, every_s, timeout_s, times = "", 0.0, 0.0, 0.0
     if folders and folders[0].startswith("--head="):
-        head, folders = folders[0].partition("=")[2], folders[1:]
+        head, *numbers = folders[0].partition("=")[2].split(",")
+        (every_s, timeout_s, times), folders = map(float, numbers), folders[1:]
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # all processes of a job or service may get them
     failures = 0
-    next_try = time.monotonic() + HEAD_EVERY_S
+    next_try = time.monotonic() + every_s
     # A process that the owner forked also keeps the pipe open, so its end alone does not show that
     # the owner has exited. The parent's id does.
     normal_exit = False
     while not normal_exit and os.getppid() == owner:
         if head and time.monotonic() > next_try:
-            failures = 0 if answers(head) else failures + 1
-            next_try = time.monotonic() + HEAD_EVERY_S
-            if failures == HEAD_FAILURES and os.getppid() == owner:
+            failures = 0 if answers(head, timeout_s) else failures + 1
+            next_try = time.monotonic() + every_s
+            if failures == times and os.getppid() == owner:
                 os.kill(owner, signal.SIGKILL)
         readable, _, _ = select.select([0], [], [], 0.25)
         if readable:

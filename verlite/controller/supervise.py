@@ -144,7 +144,7 @@ class Supervisor:
         self.node_watch = NodeWatch([])
         self.daemon_watch: DaemonWatch | None = None
         self.stopped_by: Cause | None = None
-        self.before_poll: Callable[[], None] = lambda: None
+        self.before_poll: Callable[[], object] = lambda: None
 
     def watch(self, future: Future[T]) -> Future[T]:
         """Add a call to the outstanding ones."""

@@ -4,7 +4,7 @@ The host runs `python -m verlite.launch.session` as a lease, whose input is a pi
 Its first line is a JSON object: argv, environment, folder, and remove, an empty folder to remove at
 the end. So no secret is on a command line. Each further line is "alive" (`Session.beat`), or
 "signal N" for the command. When the input ends (the client has died), or nothing has arrived for
-SILENCE_S (the network has failed), the command gets SIGTERM, and SIGKILL after GRACE_S.
+SILENCE_S (the network has failed), the command gets SIGTERM, and SIGKILL after LEASE_GRACE_S.
 
 Whatever of the command is left when it has ended is killed by a guardian, also if the lease itself
 is killed. The exit code is the command's; 128 + N if signal N ended it.
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verlite.control import limits
 from verlite.controller import guardian
 from verlite.launch import ClusterError
 
@@ -42,10 +43,6 @@ SSH_FAILED = 255
 LAST_LINES = 30
 MARK = "VERLITE_LAUNCH"
 """Environment variable of everything that the command starts."""
-ALIVE_S = 5.0
-"""How often the client writes "alive"."""
-SILENCE_S = 120.0
-GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ class Session:
 
 
 class Heart:
-    """Tells the hosts of all sessions, every ALIVE_S seconds, that this process is there."""
+    """Tells the hosts of all sessions, every limits.ALIVE_S seconds, that this process is there."""
 
     def __init__(self) -> None:
         self._sessions: list[Session] = []
@@ -213,7 +210,7 @@ class Heart:
         self._ended.set()
 
     def _beat(self) -> None:
-        while not self._ended.wait(ALIVE_S):
+        while not self._ended.wait(limits.ALIVE_S):
             for session in list(self._sessions):
                 if session.code is None:
                     session.beat()
@@ -248,8 +245,8 @@ class LeaseClient:
             return []
         readable, _, _ = select.select([0], [], [], wait_s)
         if not readable:
-            if time.monotonic() - self._heard > SILENCE_S:
-                self.lost = f"nothing was heard of the client for {SILENCE_S:.0f} s"
+            if time.monotonic() - self._heard > limits.SILENCE_S:
+                self.lost = f"nothing was heard of the client for {limits.SILENCE_S:.0f} s"
             return []
         data = os.read(0, 65536)
         if not data:
@@ -316,7 +313,7 @@ def _attend(process: "subprocess.Popen[bytes]", client: LeaseClient, commands: l
         commands = client.lines(0.2)
         if client.lost and kill_at is None:
             process.terminate()
-            kill_at = time.monotonic() + GRACE_S
+            kill_at = time.monotonic() + limits.LEASE_GRACE_S
         if kill_at is not None and time.monotonic() > kill_at:
             process.kill()
             kill_at = float("inf")

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from verlite.control import limits
 from verlite.controller import guardian, ray_internals, ray_node
 from verlite.controller.head import answers
 from verlite.controller.ray_internals import ClusterView
@@ -281,12 +282,6 @@ def _save_token(token: str | None) -> None:
     replace_file(path, token, 0o600)
 
 
-VIEW_EVERY_S = 5.0
-HEAD_FAILURES = 6
-"""Another node ends its Ray if the head has not answered this many times in a row: after 30 s if
-connections are refused, 60 s if nothing answers. Ray itself needs more than two minutes."""
-
-
 def watch(node: RayNode, source: HeadSource, say: Say) -> None:
     """Wait until Ray dies on this node or an exception (a signal) ends the wait; stop the node.
 
@@ -313,12 +308,12 @@ def watch(node: RayNode, source: HeadSource, say: Say) -> None:
                     f"Its log: {logs}/{dead[0]}.out and .err"
                 )
             if time.monotonic() >= next_view:
-                next_view = time.monotonic() + VIEW_EVERY_S
+                next_view = time.monotonic() + limits.VIEW_EVERY_S
                 if node.rank == 0:
                     known = _report_changes(known, own_cluster, say)
                 else:
                     failures = 0 if answers(node.address) else failures + 1
-            if failures == HEAD_FAILURES:
+            if failures == limits.VIEW_FAILURES:
                 raise ClusterError(
                     f"the head at {node.address} does not answer: ending Ray on this node (rank "
                     f"{node.rank}). Is the head's machine up, and the network between them?"

@@ -50,7 +50,6 @@ from verlite.trainer.opening import (
 from verlite.trainer.preflight import FILES, LIBRARIES, Preflight, walk
 from verlite.trainer.saving import install_export
 from verlite.trainer.stop import Event, P, Stop
-from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
 
 MAX_FAILED_SAVES = 3
@@ -133,11 +132,6 @@ class Run:
         size = self.task.size
         return [row * size + place for row in rows for place in range(size)]
 
-    @property
-    def resumed_step(self) -> int:
-        """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
-        return self.stop.machine.resumed_step
-
     def begin(self, saved: int) -> None:
         """Tell the machine what the run wants, and where it begins. The first rank watches the
         time.
@@ -156,11 +150,8 @@ class Run:
             max_failed_saves=MAX_FAILED_SAVES,
             stop_grace_s=trainer.stop_grace_s,
             max_runtime=max_runtime,
-            deadline=deadline(max_runtime),
         )
-        self.stop.screen = self.display
-        longest_s = longest(max_runtime, self.run_dir)
-        self.stop.tell(Machine.begins, policy, self.step, saved, longest_s)
+        saving.begin(self, policy, saved)
 
     def _steps(self, frequency: int | str) -> int:
         """Return a frequency in steps. A string is EACH_EPOCH."""
@@ -422,7 +413,7 @@ def _export(run: Run) -> None:
         run.engine.save_pretrained(temporary, run.tokenizer)
         if run.rank == 0:
             say = run.display.info
-            install_export(temporary, run.run_dir, run.step, run.resumed_step, say)
+            install_export(temporary, run.run_dir, run.step, run.stop.machine.resumed_step, say)
     except OSError as error:
         raise CheckpointError(
             f"the model was not written: {error} ({free_text(run.run_dir)} free)."

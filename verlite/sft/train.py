@@ -112,7 +112,7 @@ def show_step(run: Run) -> None:
     """Print the line of a step: of the first, the last, one with a validation, and of others not
     more often than every LINE_S seconds."""
     now = time.monotonic()
-    is_edge = run.step in (run.resumed_step + 1, run.total_steps)
+    is_edge = run.step in (run.stop.machine.resumed_step + 1, run.total_steps)
     if is_edge or "val/loss" in run.metrics or now - run.last_line >= LINE_S:
         run.display.step(run.step, run.metrics)
         run.last_line = now

@@ -17,6 +17,7 @@ from verlite.config.compile import advantage_spec, role_spec
 from verlite.config.debug import DEBUGGERS, LIFTED
 from verlite.config.plan import Plan
 from verlite.config.schema import AlgorithmConfig, Config
+from verlite.control.machine import Machine
 from verlite.controller.debugger import show_stops
 from verlite.controller.placement import Placement
 from verlite.controller.worker_group import ready, spawn
@@ -135,13 +136,13 @@ def open_run(launch: Launch) -> Iterator[Run]:
             check_weights(config, found.service, run_dir, begins.step, run.actor.describe)
         if config.trainer.mode != "sync":
             run.groups = open_groups(run, state, found.checkpoint)
-        stop.where = lambda: run.where
+        stop.where = lambda: display.where(run.step)
         if found.checkpoint:
             restore(run, begins, state)
             display.info(resumed_text(found))
         run.begin(begins.saved_step)
         supervisor = placement.cluster.supervisor
-        supervisor.before_poll = run.poll
+        supervisor.before_poll = lambda: run.tell(Machine.polled)
         if config.actor_rollout_ref.rollout.max_restarts and plan.rollout_name != "server":
             supervisor.restartable = {"rollout"}
         yield run
@@ -255,7 +256,7 @@ def export(run: Run) -> None:
     if error:
         shutil.rmtree(temporary, ignore_errors=True)
         text = f"the export was not written: {error} ({free_text(run.run_dir)} free). "
-        if run.saved_step == run.step:
+        if run.stop.machine.saved_step == run.step:
             text += f"The checkpoint of step {run.step} is complete: the same command exports it."
         raise CheckpointError(text)
     if not (temporary / "config.json").is_file():
@@ -263,4 +264,6 @@ def export(run: Run) -> None:
             f"the driver does not see the export that the actor wrote to {temporary}. "
             "trainer.default_local_dir must be a folder that all nodes share."
         )
-    install_export(temporary, run.run_dir, run.step, run.resumed_step, run.display.info)
+    install_export(
+        temporary, run.run_dir, run.step, run.stop.machine.resumed_step, run.display.info
+    )

@@ -22,6 +22,7 @@ from verlite.trainer.run import Run
 from verlite.trainer.samples import keep_samples
 from verlite.trainer.tracking import set_aside
 from verlite.trainer.validate import validate
+from verlite.workers.roles import ROLES
 
 SAMPLES_SHOWN = 3
 
@@ -185,7 +186,9 @@ def save_workers(run: Run, folder: Path) -> None:
     Raises:
         OSError: a worker could not write, or the driver does not see the files of every rank.
     """
-    for role, workers in run.saved_workers.items():
+    for role, workers in run.workers.items():
+        if not ROLES[role].saves:
+            continue
         errors = [error for error in workers.save(str(folder / role)) if error]
         if errors:
             raise OSError(errors[0])

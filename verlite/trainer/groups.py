@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from verlite.control import limits
 from verlite.control.flow import (
     Flow,
     State,
@@ -26,10 +27,6 @@ from verlite.rollout.types import Load
 from verlite.trainer.flow_metrics import Window, load_metrics
 from verlite.trainer.saved_groups import rows_of
 from verlite.workers.rollout import RolloutWorker
-
-LOOK_S = 10.0
-"""How long the engines may take to say what running samples have so far. An engine that is stuck
-must not hold up a save."""
 
 
 @dataclass
@@ -138,14 +135,14 @@ class Groups:
     def look(self, engines: RolloutWorker) -> None:
         """Ask the engines what the running samples have so far, for a checkpoint.
 
-        Engines that do not answer within LOOK_S, or have died, are left out: the next call notices
-        them. After the engines were ended, what they last said stays.
+        Engines that do not answer in time, or have died, are left out: the next call notices them.
+        After the engines were ended, what they last said stays.
         """
         workers = worker_group.group(engines)
         if not any(worker in workers.supervisor.workers for worker in workers.workers):
             return
         call = worker_group.submit(engines.running)
-        answers = workers.supervisor.answers_within(call, LOOK_S)
+        answers = workers.supervisor.answers_within(call, limits.ENGINES_LOOK_S)
         waiting = [n for n in self.running if self.flow.groups[n].state is State.QUEUED]
         self.running = {number: self.running[number] for number in waiting}
         for rows in answers:

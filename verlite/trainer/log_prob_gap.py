@@ -11,9 +11,9 @@ from verlite.protocol.data import DataProto
 from verlite.trainer.batch import fetch_padded
 from verlite.trainer.errors import FewEffectiveSamples, LogProbGap
 from verlite.trainer.run import Run
+from verlite.weights import GAP_LIMIT
 
 GAP_KEY = "actor_rollout_ref.rollout.log_prob_gap_limit"
-GAP_LIMIT = 0.05
 GAP_LIMIT_OF_EXPERTS = 0.15
 """Three times what a healthy mixture of experts may show in bfloat16.
 
@@ -102,6 +102,7 @@ def check_sample_size(run: Run) -> None:
     floor = settings.min_eff_sample_size
     if run.config.trainer.mode != "async" or size is None or floor is None or size >= floor:
         return
+    saved = run.stop.machine.saved_step
     raise FewEffectiveSamples(
         f"the effective sample size of step {run.step} is {size:.6g} of its "
         f"{'samples' if level == 'seq' else 'tokens'}, less than "
@@ -110,8 +111,8 @@ def check_sample_size(run: Run) -> None:
         "much that few tokens decide the update. Lower async_training.max_age, "
         "actor_rollout_ref.actor.optim.lr or the number of updates per step. "
         + (
-            f"The checkpoint of step {run.saved_step} is from before it"
-            if run.saved_step
+            f"The checkpoint of step {saved} is from before it"
+            if saved
             else "No checkpoint was saved before it (trainer.save_freq)"
         )
     )

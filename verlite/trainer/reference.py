@@ -19,6 +19,7 @@ from verlite.engine.reference_wire import ModelInfo
 from verlite.files import replace_file
 from verlite.spec.roles import ReferenceServiceSpec
 from verlite.trainer.errors import RunRefused
+from verlite.weights import GAP_LIMIT
 
 if TYPE_CHECKING:
     from verlite.weights.probe import Probe
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 URL = "actor_rollout_ref.ref.url"
 RECORD = "reference.json"
 """File in the run directory: what the service has told of its model at the first start."""
-GAP_LIMIT = 0.05
-"""As rollout.log_prob_gap_limit, from which `probe_limit` derives the probe's."""
 
 
 def check_weights(

@@ -25,20 +25,19 @@ from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
 from verlite.spec.roles import AdvantageSpec
+from verlite.trainer import saving
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.groups import Groups
 from verlite.trainer.metrics import Metrics, Stopwatch
 from verlite.trainer.stop import Event, P, Stop
-from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import Tracking
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.inference import InferenceWorker
 from verlite.workers.log_probs import LogProbWorker
 from verlite.workers.reference import ReferenceWorker
-from verlite.workers.roles import ROLES
 from verlite.workers.rollout import RolloutWorker
 
 _Stage = TypeVar("_Stage", bound=Callable[..., Any])
@@ -148,11 +147,6 @@ class Run:
         return self.actor if self.inference is None else self.inference
 
     @property
-    def saved_workers(self) -> dict[str, Any]:
-        """Worker groups whose state is a part of every checkpoint, by role."""
-        return {role: group for role, group in self.workers.items() if ROLES[role].saves}
-
-    @property
     def step(self) -> int:
         """Number of the current training step, from 1."""
         return self.current.number
@@ -166,16 +160,6 @@ class Run:
     def stopwatch(self) -> Stopwatch:
         """Timings of the current step."""
         return self.current.stopwatch
-
-    @property
-    def resumed_step(self) -> int:
-        """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
-        return self.stop.machine.resumed_step
-
-    @property
-    def saved_step(self) -> int:
-        """Step of the newest checkpoint in the run directory."""
-        return self.stop.machine.saved_step
 
     def begin(self, saved: int = 0) -> None:
         """Tell the machine what the run wants, and where it begins.
@@ -196,11 +180,8 @@ class Run:
             failed_saves_key="trainer.max_failed_saves=",
             stop_grace_s=trainer.stop_grace_s,
             max_runtime=trainer.max_runtime,
-            deadline=deadline(trainer.max_runtime),
         )
-        self.stop.screen = self.display
-        longest_s = longest(trainer.max_runtime, self.run_dir)
-        self.stop.tell(Machine.begins, policy, self.step, saved, longest_s)
+        saving.begin(self, policy, saved)
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left. End early if a stop is requested."""
@@ -234,22 +215,6 @@ class Run:
             following = command
         return following
 
-    def poll(self) -> None:
-        """Give up the worker call in progress if a stop was requested and nothing is lost by it.
-
-        Raises:
-            StepAborted, KeyboardInterrupt: see `tell`.
-        """
-        self.tell(Machine.polled)
-
-    def begin_update(self) -> None:
-        """From here on the step must be finished: its updates cannot be undone.
-
-        Raises:
-            StepAborted: a stop was requested before.
-        """
-        self.tell(Machine.update_begins)
-
     def undo_step(self) -> None:
         """Return to the end of the last finished step.
 
@@ -262,19 +227,9 @@ class Run:
         self.current = self.previous
 
     @property
-    def where(self) -> str:
-        """What the run is doing, for messages."""
-        return self.display.where(self.step)
-
-    @property
     def first_step(self) -> bool:
         """Whether this is the first step of this process, resumed or not."""
-        return self.step == self.resumed_step + 1
-
-    @property
-    def last_step(self) -> bool:
-        """Whether no step follows the current one."""
-        return self.step >= self.total_steps
+        return self.step == self.stop.machine.resumed_step + 1
 
     def state(self) -> dict[str, Any]:
         """Return the driver's part of a checkpoint, as JSON values."""

@@ -1,5 +1,5 @@
-"""What every training command writes when the control says Save or Export: a checkpoint, within the
-failures that are allowed, and at the end of a run that did not fail the model.
+"""How every training command begins for the control, and what it writes when that says SAVE or
+EXPORT: a checkpoint, within the failures that are allowed, and at the end the model.
 
 Also what is printed about them, and a run that is already complete.
 """
@@ -7,12 +7,14 @@ Also what is printed about them, and a run that is already complete.
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from verlite.control.commands import Command, Do, Exit, Fail
 from verlite.control.exit_codes import STOPPED
 from verlite.control.machine import Machine
+from verlite.control.policy import Policy
 from verlite.files import RetryingWriter, read_text, replace_file
 from verlite.trainer import checkpoints
 from verlite.trainer.checkpoints import CheckpointError
@@ -21,6 +23,7 @@ from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete
 from verlite.trainer.run_record import CONFIG
 from verlite.trainer.stop import Event, P, Stop
+from verlite.trainer.time_limit import deadline, longest
 from verlite.trainer.tracking import METRICS, MetricsFile, set_aside
 
 if TYPE_CHECKING:
@@ -62,6 +65,15 @@ class Saving(Protocol):
     def stopwatch(self) -> "Stopwatch": ...
 
     def tell(self, event: Event[P], *values: P.args, **named: P.kwargs) -> Command | None: ...
+
+
+def begin(run: Saving, policy: Policy, saved: int) -> None:
+    """Tell the machine what the run wants, and where it begins. saved: the newest checkpoint in the
+    run directory, 0 without one."""
+    policy = replace(policy, deadline=deadline(policy.max_runtime))
+    run.stop.screen = run.display
+    seconds = longest(policy.max_runtime, run.run_dir)
+    run.stop.tell(Machine.begins, policy, run.step, saved, seconds)
 
 
 def save(

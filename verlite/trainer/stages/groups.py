@@ -14,6 +14,7 @@ import torch
 
 from verlite.config.critical import code_contents
 from verlite.config.plan import steps_ahead
+from verlite.control import limits
 from verlite.control.flow import Flow, State, versions_of
 from verlite.controller.columns import keep
 from verlite.controller.failures import RankDied
@@ -37,10 +38,6 @@ from verlite.trainer.stages.rollout import (
 )
 from verlite.trainer.stages.weights import call_engines, replace_engines, sync_weights
 from verlite.workers.rollout import KEPT
-
-WAIT_S = 0.25
-"""How long the engines wait for their next finished group before they answer that there is none. A
-request to stop is noticed between two answers."""
 
 
 def open_groups(run: Run, state: dict[str, Any], checkpoint: Checkpoint | None = None) -> Groups:
@@ -204,7 +201,7 @@ def _seeds(seed: int, step: int, count: int) -> list[int]:
     return batches.seeds(seed, step, 0, count)
 
 
-def collect(run: Run, wait_s: float = WAIT_S) -> None:
+def collect(run: Run, wait_s: float = limits.ENGINES_WAIT_S) -> None:
     """Get the samples of finished groups. If an engine has none, it waits so long for one.
 
     The driver keeps them in its node's object store, where an engine that dies takes none along.

@@ -1,5 +1,6 @@
 """The update phase: mini-batches, critic update, actor update."""
 
+from verlite.control.machine import Machine
 from verlite.controller.supervise import Future
 from verlite.controller.worker_group import submit
 from verlite.protocol.data import DataProto
@@ -41,7 +42,7 @@ def accumulate(run: Run, rows: DataProto) -> Future[list[None]]:
 def update_critic(run: Run, batch: DataProto) -> None:
     """Fit the critic to the returns."""
     if run.critic is not None:
-        run.begin_update()
+        run.tell(Machine.update_begins)
         rows = to_ranks(run, batch, "critic", "loss_mask", "values", "returns")
         run.metrics.update(run.critic.update(rows)[0])
 
@@ -49,7 +50,7 @@ def update_critic(run: Run, batch: DataProto) -> None:
 @stage("update_actor")
 def update_actor(run: Run, batch: DataProto) -> None:
     """Update the policy. During the critic's warm-up this only measures the ranks' tokens."""
-    run.begin_update()
+    run.tell(Machine.update_begins)
     rows = to_ranks(run, batch, "actor", *_LOSS_FIELDS)
     if run.step >= run.plan.critic_warmup:
         run.metrics.update(run.actor.update(rows)[0])

@@ -1,17 +1,29 @@
-"""Weight sync from the actor to the roles that read its weights."""
+"""Weight sync from the actor to the roles that read its weights, and calls of rollout engines. Any
+may die: it is started again within the run, and gets the weights again.
+
+The supervisor raises `RankDied` from the call that an engine did not answer. Then `restart_engines`
+starts new ones, all engines get the weights, and the call is sent again to the new engines only.
+The seed of every sample is in its request, and a new engine gets the same rows as the dead one, so
+it draws the same samples.
+
+With trainer.mode=sync, samples of the dead engine that were finished but not yet read by the
+trainer are lost with its process. If it dies between generation and the step's first update, the
+run therefore ends.
+"""
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
+from verlite.control.commands import Fail
 from verlite.control.machine import Machine
-from verlite.controller.failures import RankDied
-from verlite.controller.worker_group import submit
+from verlite.controller.failures import KINDS, RankDied, StuckError, WorkerError
+from verlite.controller.worker_group import group, submit
 from verlite.protocol.metrics import Metrics
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.log_prob_gap import gap_limit
-from verlite.trainer.recovery import restart_engines
 from verlite.trainer.run import Run, stage
 from verlite.weights.probe import probe_limit
 from verlite.workers.inference import InferenceWorker
@@ -117,6 +129,60 @@ def replace_engines(run: Run, died: RankDied) -> None:
         return
     give_weights(run, run.version)
     run.tell(Machine.weights_given)
+
+
+def restart_engines(run: Run, died: RankDied) -> None:
+    """Wait until all other calls are answered, and start new engines in place of the dead ones.
+
+    Afterwards the new engines have no weights, and all sleep. On a GPU the others may have had
+    weights and a KV cache, which fill the memory that the actor needs to publish its weights. In
+    asynchronous training the others go on, and the samples of the dead ones are drawn again.
+
+    Raises:
+        StepAborted: a stop was requested, which waits for no engine. None runs any more.
+        WorkerError: `rollout.max_restarts` in this step is reached, or a new engine could not be
+            started. The message is that of the step's first death.
+    """
+    engines = group(run.rollout)
+    step = run.current
+    lost: set[int] = set()
+    while True:
+        began = time.monotonic()
+        step.first_death = step.first_death or died.error
+        dead = engines.supervisor.settle(died.workers)
+        lost.update(worker.rank for worker in dead)
+        names = ", ".join(worker.name for worker in dead)
+        cause = str(died).splitlines()[0]
+        by_samples = died.error.kind == KINDS["EngineDied"]
+        following = run.tell(Machine.engines_died, len(dead), names, cause, by_samples)
+        if isinstance(following, Fail):
+            raise _first_cause(step.first_death, following)
+        try:
+            engines.restart(dead)
+            run.display.info(f"Started again in {time.monotonic() - began:.1f} s: {names}")
+            if run.groups is None:
+                run.rollout.sleep()
+            else:
+                run.groups.engines_replaced(sorted(lost))
+            break
+        except RankDied as again:
+            died = again
+        except (WorkerError, StuckError) as error:
+            if error.role != engines.role:
+                raise
+            following = run.tell(Machine.restart_failed, str(error))
+            assert isinstance(following, Fail)
+            raise _first_cause(step.first_death, following) from error
+    run.actor.engine_restarted()
+    run.tell(Machine.engines_restarted)
+    run.metrics["perf/engine_restarts"] = float(run.stop.machine.restarts)
+
+
+def _first_cause(first: WorkerError, end: Fail) -> WorkerError:
+    """Return the error of the first death in this step, with why no engine is started again."""
+    first.args = (f"{first}\n  {end.reason}",)
+    first.may_pass = first.may_pass and end.may_pass
+    return first
 
 
 def _probe_limit(run: Run) -> float | None:
