@@ -76,6 +76,40 @@ def test_restarts_name_the_engine_and_the_limit():
     )
 
 
+SAVES = (*STEP, "step_wanted")  # step 1 is not saved
+NOT_SAVED = (
+    "SIGTERM: not saved within trainer.stop_grace_s=30, {where}. The run still saves and then ends"
+)
+AT_ONCE = "ended the process at once"
+
+
+@pytest.mark.parametrize(
+    ("before", "signals", "late", "says"),
+    [
+        (SAVES, ["SIGTERM"], 30.1, NOT_SAVED + "; another signal gives it 30 s more. {checkpoint}"),
+        (SAVES, ["SIGTERM", "SIGINT"], 0.0, "a second signal: the save has 30 s"),
+        (SAVES, ["SIGTERM"] * 2, 30.1, "not saved within 30 s of the second signal"),
+        (SAVES, ["SIGTERM"] * 3, 0.0, f"a third signal, SIGTERM, {AT_ONCE}"),
+        ((), ["SIGTERM"] * 2, 0.0, f"a second signal, SIGTERM, {AT_ONCE}"),
+        (
+            (),
+            ["SIGTERM"],
+            limits.END_S + 0.1,
+            "it did not end within 8 s, so it was ended without cleaning up",
+        ),
+    ],
+)
+def test_what_is_said_of_a_stop_that_takes_long(before, signals, late, says):
+    one, now, commands = machine(*before), 100.0, []
+    for signal in signals:
+        now += 5.0
+        commands = one.signal(now, signal)
+    if late:
+        commands = one.watched(now + late)
+    (command,) = commands
+    assert says == (command.why if isinstance(command, EndProcess) else command.text)
+
+
 @pytest.mark.parametrize(
     ("at", "name", "exit_code"),
     [(1.0, "SIGINT", 130), (1.0, "SIGHUP", 75)],

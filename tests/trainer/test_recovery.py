@@ -74,24 +74,3 @@ def test_engines_that_die_change_no_number(tmp_path, base, monkeypatch):
     )
     assert all(before[name].equal(after[name]) for name in before)
     run.assert_nothing_left()
-
-
-def test_an_engine_that_always_dies_ends_the_run_with_the_first_cause(tmp_path, base, monkeypatch):
-    monkeypatch.setenv("MORTAL", str(tmp_path))
-    (tmp_path / "step-3-always").touch()
-    options = [
-        "actor_rollout_ref.rollout.name=tests.trainer.mortal:Mortal",
-        "actor_rollout_ref.rollout.max_restarts=3",
-        "trainer.total_training_steps=4",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        "trainer.export_hf=false",
-    ]
-    run = launch(tmp_path, "doomed", [*base, *options])
-    assert run.wait() == 76, run.text()
-    error = " ".join(run.text().partition("error: ")[2].split())
-    assert error.startswith("rollout rank "), run.text()
-    assert "failed in generate (killed by SIGKILL" in error
-    assert "were started again in step 1, and at most 3 are started again" in error
-    assert "actor_rollout_ref.rollout.max_restarts" in error
-    run.assert_nothing_left()
