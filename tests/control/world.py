@@ -23,8 +23,8 @@ from verlite.control.restarts import Attempt, Leave, Restarts
 
 TICK_S = 1.0
 """How often the watching thread looks. The real one does so every limits.WATCH_S."""
-JOBS = 12
-"""How often the user starts `verlite supervise`."""
+JOBS = 8
+"""How often the user starts `verlite supervise`, and once more for each fault and crash."""
 LASTS = ("full", "outage", "broken", "missing")
 """Faults that last."""
 MAX_EVENTS = 20_000
@@ -89,7 +89,7 @@ class World:
         """
         codes: list[int] = []
         stuck = 0
-        while len(codes) < JOBS:
+        while len(codes) < JOBS + len(self.schedule.faults) + self.schedule.crashes:
             before = self.saved
             codes.append(self.supervise())
             if codes[-1] in (exit_codes.DONE, exit_codes.FAILED) and not self.gave_up:
