@@ -126,6 +126,17 @@ def test_the_first_cause_decides_the_exit_code(at, name, exit_code):
     assert end == EndProcess(exit_code, why, was_decided=True)
 
 
+def test_a_signal_that_comes_late_does_not_end_the_save_before_the_wall_time_is_over():
+    """Ctrl-C reaches the process while the main thread is in C code. Before that learns of it, the
+    time to save has come."""
+    one = machine(*STEP, "step_wanted", policy=replace(POLICY, deadline=1000.0))
+    one.update_begins(99.0)
+    assert one.signal(940.0, "SIGINT") == []
+    assert Do.GIVE_UP not in one.polled(941.0)
+    assert one.asked(942.0, "SIGINT") == []
+    assert one.watched(942.0 + limits.END_S) == []
+
+
 def test_a_run_stops_while_there_is_time_to_save():
     keeps = limits.LEAVE_S + limits.SPARE_S
     policy = replace(POLICY, deadline=1000.0, max_runtime="1h")

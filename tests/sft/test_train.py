@@ -32,7 +32,7 @@ from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
 from verlite.sft.data import Example, read_examples
 from verlite.sft.run import Run, save
-from verlite.sft.train import build_batch, sft_loss, validation_loss
+from verlite.sft.train import build_batch, log_prob_sums, mean_loss, sft_loss
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 from verlite.trainer import stop as stop_module
 from verlite.trainer.checkpoints import CheckpointError
@@ -61,6 +61,10 @@ class Listening:
         self.steps.append(step)
 
     def finish(self): ...
+
+
+def validation_loss(engine, examples, micro):
+    return mean_loss(log_prob_sums(engine, examples, micro), examples)
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from verlite.trainer.common_checks import refuse_changes, steps_left
 from verlite.trainer.errors import AlreadyComplete, RunRefused, ServiceMissing
 from verlite.trainer.opening import (
     absolutize_paths,
-    beginning,
     checkpoint_text,
     lock_run_dir,
+    newest_saved,
     rl_preflight,
 )
 from verlite.trainer.run import Run
@@ -52,12 +52,11 @@ def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved, 
     found = rl_preflight(run.config)
     found.run_dir, found.state = run_dir, STATE
     found.checkpoint = Checkpoint(tmp_path / "global_step_6", 6)
-    begins = beginning(found)
-    restore(run, begins, STATE)
-    run.begin(begins.saved_step)
-    assert (run.step, run.resumed_step, run.kl.value) == (6, 6, weight)
+    restore(run, STATE)
+    run.begin(newest_saved(found))
+    assert (run.step, run.stop.machine.resumed_step, run.kl.value) == (6, 6, weight)
     assert run.version + 1 == 9, "the first sync sends the saved weights under their old version"
-    assert run.saved_step == (0 if moved else 6)
+    assert run.stop.machine.saved_step == (0 if moved else 6)
 
 
 def test_changed_settings_are_refused_in_one_message():

@@ -348,7 +348,9 @@ class Machine:
         if self.policy.deadline - now >= needed:
             return []
         key = f"trainer.max_runtime={self.policy.max_runtime}"
-        return [WallTimeOver(key), *self.asked(now, key)]
+        commands = [WallTimeOver(key), *self.asked(now, key)]
+        self.patience.first = key  # the main thread will not obey a signal that it learns of later
+        return commands
 
     def asked(self, now: float, name: str) -> list[Command]:
         """The main thread learns of a request to stop: the name of a signal, or what else asks."""

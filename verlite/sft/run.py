@@ -41,8 +41,8 @@ from verlite.trainer.display import Display
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.opening import (
     absolute,
-    beginning,
     in_run_directory,
+    newest_saved,
     open_tracking,
     record_config,
     resumed_text,
@@ -247,11 +247,11 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
                     display.warn(text)
         found.rows.clear()  # they are tokenized
         assert found.total_steps is not None
-        total, begins = found.total_steps, beginning(found)
+        total = found.total_steps
         examples, held_out = found.data["train"], found.data.get("val", [])
         if found.is_first:
             run_record.plan(run_dir, total)
-        display.begin(total, begins.step, groups=False)
+        display.begin(total, found.state["step"], groups=False)
         display.info(_data_text(examples, held_out, task.size, total, data.train_batch_size))
         for line in found.findings.seen:
             display.info(line)
@@ -302,9 +302,9 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             writer,
             tracking,
             stop,
-            step=begins.step,
+            step=found.state["step"],
         )
-        run.begin(begins.saved_step)
+        run.begin(newest_saved(found))
         stop.where = lambda: display.where(run.step)
         yield run
 

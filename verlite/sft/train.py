@@ -190,12 +190,6 @@ TASK = Task(
 """`verlite.main_sft`."""
 
 
-def validation_loss(engine: TrainEngine, examples: list[Example], micro: MicroBatching) -> float:
-    """Return the mean of -log p over the trained tokens. All ranks must call it, each with all
-    examples."""
-    return mean_loss(log_prob_sums(engine, examples, micro), examples)
-
-
 def mean_loss(sums: list[float], examples: list[Example]) -> float:
     """Return the mean of -log p from each example's sum of log-probs."""
     return -math.fsum(sums) / sum(example.trained_tokens for example in examples)

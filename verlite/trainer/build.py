@@ -31,8 +31,7 @@ from verlite.trainer.display import Display
 from verlite.trainer.finish import forget_warnings, save
 from verlite.trainer.launch import Launch, connect_ray, plan_on, reserve_devices
 from verlite.trainer.opening import (
-    Beginning,
-    beginning,
+    newest_saved,
     open_tracking,
     record_config,
     replacing_outputs,
@@ -84,7 +83,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
                 cluster = stack.enter_context(connect_ray(config, plan, address, stop))
                 plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
-            display.show_plan(plan.with_rows(found.sampler.size))
+            display.console.print(plan.with_rows(found.sampler.size).table())
             placement.cluster.supervisor.warn = display.warn
             if config.trainer.debug:
                 display.info(debug_text(placement.cluster.debugger))
@@ -102,7 +101,6 @@ def open_run(launch: Launch) -> Iterator[Run]:
         with replacing_outputs(found):
             forget_warnings(run_dir / WARNINGS, state["step"], writer)
         stack.callback(tracking.finish)
-        begins = beginning(found)
         run = Run(
             config=config,
             plan=plan,
@@ -122,7 +120,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
             env_factory=found.env_factory,
             detectors=Detectors(
                 config.trainer.detect,
-                earlier_metrics(run_dir, begins.step),
+                earlier_metrics(run_dir, state["step"]),
                 ignored(
                     groups,
                     cuts_prompts=found.data["train"].report().truncated > 0,
@@ -133,14 +131,14 @@ def open_run(launch: Launch) -> Iterator[Run]:
             service=found.service,
         )
         if found.service:
-            check_weights(config, found.service, run_dir, begins.step, run.actor.describe)
+            check_weights(config, found.service, run_dir, state["step"], run.actor.describe)
         if config.trainer.mode != "sync":
             run.groups = open_groups(run, state, found.checkpoint)
         stop.where = lambda: display.where(run.step)
         if found.checkpoint:
-            restore(run, begins, state)
+            restore(run, state)
             display.info(resumed_text(found))
-        run.begin(begins.saved_step)
+        run.begin(newest_saved(found))
         supervisor = placement.cluster.supervisor
         supervisor.before_poll = lambda: run.tell(Machine.polled)
         if config.actor_rollout_ref.rollout.max_restarts and plan.rollout_name != "server":
@@ -221,14 +219,14 @@ def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLC
     return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.horizon)
 
 
-def restore(run: Run, begins: Beginning, state: dict[str, Any]) -> None:
+def restore(run: Run, state: dict[str, Any]) -> None:
     """Restore the driver's state from a checkpoint: step, KL coefficient, weight version.
 
     Workers load their own parts.
 
     A fixed KL coefficient comes from the configuration, not from the checkpoint.
     """
-    run.current = StepState(number=begins.step)
+    run.current = StepState(number=state["step"])
     # The first sync gives the engines the saved weights again, under the version that they had.
     run.version = state["version"] - 1
     if run.config.algorithm.kl_ctrl.type == "adaptive":

@@ -5,8 +5,8 @@ torch is imported in functions: the first of them run before it is loaded.
 
 import functools
 import shutil
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,23 @@ from verlite.rollout.servers.fit import Needs, NoServer
 from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.spec.roles import ReferenceServiceSpec
 from verlite.trainer.common_checks import compare_small_copy, fit_adapters, tokenizer_of
-from verlite.trainer.disk import disk_warning
 from verlite.trainer.errors import RunRefused, ServiceMissing
 from verlite.trainer.preflight import Preflight
 from verlite.trainer.reference import URL
 
 ANSWERS_TO_CHECK = 8
 """Ground-truth answers on which the reward function is tried before the run."""
+
+
+@contextmanager
+def refused(*wrong: type[Exception], missing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Turn errors of the classes `wrong` into RunRefused, and of `missing` into ServiceMissing."""
+    try:
+        yield
+    except missing as error:
+        raise ServiceMissing(str(error)) from error
+    except wrong as error:
+        raise RunRefused(str(error)) from error
 
 
 def rows(found: Preflight, split: str) -> None:
@@ -81,16 +91,12 @@ def reward_function(found: Preflight) -> None:
     if scores_itself(config):
         return
     sources = [source for files in found.rows.values() for source in files.data_sources()]
-    try:
+    with refused(TokenError):
         scorer = Scorer(scorer_spec(config.custom_reward_function, config.reward))
-    except TokenError as error:
-        raise RunRefused(str(error)) from error
     with closing(scorer):
         if scores_remotely(config.reward):
-            try:
+            with refused(missing=FunctionError):
                 warning = scorer.check_service()
-            except FunctionError as error:
-                raise ServiceMissing(str(error)) from error
             found.findings.warnings += [warning] if warning else []
             return
         scorer.check_signature(sources)
@@ -115,22 +121,12 @@ def refuse_missing_answers(*splits: RowFiles) -> None:
             )
 
 
-def disk_space(found: Preflight) -> None:
-    """Warn if the disk has too little space for the checkpoints."""
-    warning = disk_warning(found.config, found.plan, found.rows["train"].in_files)
-    found.findings.warnings += [warning] if warning else []
-
-
 def tools(found: Preflight) -> None:
     """Ask the environment whether its tools answer. Raises ServiceMissing, RunRefused."""
     if not found.plan.max_turns:
         return
-    try:
+    with refused(ValueError, missing=ToolError):
         warning = check_env_factory(build_env_factory(env_spec(found.config)))
-    except ToolError as error:
-        raise ServiceMissing(str(error)) from error
-    except ValueError as error:
-        raise RunRefused(str(error)) from error
     found.findings.warnings += [warning] if warning else []
 
 
@@ -144,14 +140,10 @@ def reference_service(found: Preflight) -> None:
     plan = found.plan
     if not plan.reference_urls:
         return
-    try:
+    with refused(WrongReference, missing=ReferenceUnavailable):
         info, warning = reference_client.check(
             service_spec(ReferenceServiceSpec, found.config.actor_rollout_ref.ref)
         )
-    except ReferenceUnavailable as error:
-        raise ServiceMissing(str(error)) from error
-    except WrongReference as error:
-        raise RunRefused(str(error)) from error
     found.findings.warnings += [warning] if warning else []
     if info.max_length < plan.longest_sequence:
         raise RunRefused(
@@ -196,13 +188,9 @@ def generation_servers(found: Preflight) -> None:
     dtype = None if config.trainer.device == "auto" else plan.rollout_dtype
     policy = config.actor_rollout_ref
     needs = Needs(plan.max_model_len, vocab_size(policy.model), dtype)
-    try:
+    with refused(ValueError, missing=NoServer):
         spec = generation_spec(policy.rollout, policy.model)
         warning = fit.check(spec, needs, found.say, waits=found.is_run)
-    except NoServer as error:
-        raise ServiceMissing(str(error)) from error
-    except ValueError as error:
-        raise RunRefused(str(error)) from error
     found.findings.warnings += [warning] if warning else []
 
 
@@ -238,10 +226,8 @@ def policy_loss(found: Preflight) -> None:
 
 
 def _resolve(name: str, table: Mapping[str, Any], key: str) -> None:
-    try:
+    with refused(ValueError):
         resolve(name, table, key)
-    except ValueError as error:
-        raise RunRefused(str(error)) from error
 
 
 def positions(found: Preflight) -> None:
@@ -291,13 +277,11 @@ def environment(found: Preflight) -> None:
         return
     config = found.config
     limit = config.data.max_obs_length
-    try:
+    with refused(TemplateError, ValueError):
         factory = build_env_factory(env_spec(config))
         encode = encoder(factory, found.tokenizer, config.data.apply_chat_template_kwargs)
         before, after = factory.around
         encode(Step("gizmo " * limit, before, after), [], limit)
-    except (TemplateError, ValueError) as error:
-        raise RunRefused(str(error)) from error
     found.env_factory = factory
 
 

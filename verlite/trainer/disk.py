@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 from verlite.config import plan as plans
-from verlite.config.plan import Plan
-from verlite.config.schema import Config
 from verlite.files import size_text
 from verlite.trainer.checkpoints import steps_on_disk
+from verlite.trainer.preflight import Preflight
 
 STATES = 3
 """Numbers in a checkpoint for each parameter: the weight, and two moments of AdamW."""
@@ -17,16 +16,12 @@ HEADER_LIMIT = 100 << 20
 """Largest header of a safetensors file, as the library's."""
 
 
-def disk_warning(config: Config, plan: Plan, train_rows: int) -> str | None:
-    """Return a warning if the disk of the run directory has too little space for its checkpoints.
+def disk_space(found: Preflight) -> None:
+    """Warn if the disk of the run directory has too little space for its checkpoints.
 
-    None also if that is not known: for adapters, and for weights that are not in a folder here as
-    safetensors.
-
-    Args:
-        train_rows: rows in the training files.
+    That is not known for adapters, and for weights that are not in a folder here as safetensors.
     """
-    trainer = config.trainer
+    config, trainer = found.config, found.config.trainer
     actor = config.actor_rollout_ref.actor.fsdp_config.model_dtype
     sizes = [checkpoint_bytes(config.actor_rollout_ref.model.path, actor)]
     if plans.needs_critic(config):
@@ -35,8 +30,8 @@ def disk_warning(config: Config, plan: Plan, train_rows: int) -> str | None:
         sizes.append(checkpoint_bytes(path, config.critic.model.fsdp_config.model_dtype))
     size = sum(sizes)
     if trainer.save_freq <= 0 or not all(sizes) or plans.uses_lora(config.actor_rollout_ref.model):
-        return None
-    _, steps = plan.steps(train_rows)
+        return
+    _, steps = found.plan.steps(found.rows["train"].in_files)
     saves = max(1, math.ceil(steps / trainer.save_freq))
     kept = trainer.max_actor_ckpt_to_keep
     # A new checkpoint is complete before the oldest one is deleted.
@@ -47,11 +42,11 @@ def disk_warning(config: Config, plan: Plan, train_rows: int) -> str | None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if missing * size <= free:
-        return None
+        return
     remedy = "Lower trainer.max_actor_ckpt_to_keep or raise trainer.save_freq"
     if size > free:
         remedy = "Free some space"
-    return (
+    found.findings.warnings.append(
         f"trainer.default_local_dir={trainer.default_local_dir}: {size_text(free)} are free, but a "
         f"checkpoint takes about {size_text(size)}, and up to {most} are kept "
         f"(trainer.save_freq={trainer.save_freq}, "

@@ -21,7 +21,6 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from verlite.config.plan import Plan
 from verlite.terminal import console
 
 _COLUMNS = [
@@ -218,10 +217,6 @@ class Display:
             return None
         mean = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return mean * (self._total - step)
-
-    def show_plan(self, plan: Plan) -> None:
-        """Print the plan as a table."""
-        self.console.print(plan.table())
 
     def info(self, text: str) -> None:
         self._log(text)

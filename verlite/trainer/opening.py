@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -76,21 +75,11 @@ def in_run_directory(found: Preflight, stop: Stop) -> Iterator[None]:
             yield
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """Where a run begins."""
-
-    step: int
-    """Steps that are done: those of the checkpoint that it resumes from."""
-    saved_step: int
-    """The newest checkpoint in the run directory. 0: the run resumes from another run's."""
-
-
-def beginning(found: Preflight) -> Beginning:
-    """Return where a run begins, for what controls it."""
+def newest_saved(found: Preflight) -> int:
+    """Return the step of the newest checkpoint in the run directory. 0: there is none, or the run
+    resumes from another run's."""
     own = found.checkpoint and found.checkpoint.path.parent.resolve() == found.run_dir.resolve()
-    step = found.state["step"]
-    return Beginning(step, step if own else 0)
+    return found.state["step"] if own else 0
 
 
 def resumed_text(found: Preflight) -> str:

@@ -65,7 +65,7 @@ CHECKS = (
         needs=(CODE, SERVICES),
         uses=("train rows", "val rows"),
     ),
-    Check("disk space", _RL + "disk_space", FILES, (RL,), uses=("train rows",)),
+    Check("disk space", "verlite.trainer.disk:disk_space", FILES, (RL,), uses=("train rows",)),
     Check("tools", _RL + "tools", FILES, (RL,), needs=(CODE, SERVICES)),
     Check("agent program", _RL + "agent_program", FILES, (RL,), needs=(CODE,)),
     Check("reference service", _RL + "reference_service", FILES, (RL,), needs=(SERVICES,)),

@@ -99,16 +99,16 @@ def take_saved(run: Run, groups: Groups, checkpoint: Checkpoint, state: dict[str
 def first_weights(run: Run) -> None:
     """Give the engines their first weights."""
     sync_weights(run)
-    _groups(run).flow.published()
+    groups_of(run).flow.published()
 
 
 def finished_groups(run: Run) -> DataProto:
     """Return the samples of the step's groups, scored. See `scored_groups`."""
     begin_step(run)
-    counts = _groups(run).flow.counts()
+    counts = groups_of(run).flow.counts()
     run.metrics["async/ready"] = float(counts[State.READY])
     run.metrics["async/running"] = float(counts[State.RUNNING])
-    run.metrics["async/depth"] = len(_groups(run).flow.groups) / run.plan.prompts - 1
+    run.metrics["async/depth"] = len(groups_of(run).flow.groups) / run.plan.prompts - 1
     return scored_groups(run)
 
 
@@ -123,7 +123,7 @@ def scored_groups(run: Run, meanwhile: Callable[[], None] = lambda: None) -> Dat
         RolloutFailures, RewardFailures: too many samples failed (`rollout.max_error_rate`,
             `reward.max_error_rate`).
     """
-    groups = _groups(run)
+    groups = groups_of(run)
     wait_for_groups(run, meanwhile)
     while waits_for_services(run) and wait_for_services(run, groups.samples(groups.in_step)):
         groups.again()
@@ -147,7 +147,7 @@ def wait_for_some(run: Run) -> None:
 
 def wait_for_groups(run: Run, meanwhile: Callable[[], None]) -> None:
     """Wait until the groups of the step are finished. Meanwhile start those that may start."""
-    groups = _groups(run)
+    groups = groups_of(run)
     while (numbers := groups.flow.choose()) is None:
         wait_for_some(run)
         meanwhile()
@@ -161,7 +161,7 @@ def wait_for_groups(run: Run, meanwhile: Callable[[], None]) -> None:
 
 def start_groups(run: Run) -> None:
     """Draw the prompts that may be drawn now, and start those that may be sampled now."""
-    groups = _groups(run)
+    groups = groups_of(run)
     for number in groups.flow.draw(groups.flow.wanted()):
         groups.undrawn = groups.undrawn or run.sampler.next_batch()
         row = groups.undrawn.pop(0)
@@ -206,7 +206,7 @@ def collect(run: Run, wait_s: float = limits.ENGINES_WAIT_S) -> None:
 
     The driver keeps them in its node's object store, where an engine that dies takes none along.
     """
-    groups = _groups(run)
+    groups = groups_of(run)
     for engine, answer in enumerate(call_engines(run, run.rollout.finished, False, wait_s)):
         groups.loads[engine] = answer.meta_info["load"]
         for number in groups.finish(keep(answer, KEPT)):
@@ -223,7 +223,7 @@ def filter_group(run: Run, number: int) -> None:
     Raises:
         TooFewGroups: see `stages.rollout.check_generations`.
     """
-    groups = _groups(run)
+    groups = groups_of(run)
     samples = groups.samples([number])
     greedy = torch.tensor([one.temperature == 0 for one in samples.non_tensor_batch["sampling"]])
     samples = shape_rewards(run, samples.select_idxs(~greedy))
@@ -238,7 +238,7 @@ def filter_group(run: Run, number: int) -> None:
 
 def _generations(run: Run) -> int:
     """Return how many generations the step needs, with those of the prompts left out."""
-    left_out = sum(not is_kept for _, is_kept in _groups(run).judged)
+    left_out = sum(not is_kept for _, is_kept in groups_of(run).judged)
     return generations_of(run, run.plan.prompts + left_out)
 
 
@@ -249,7 +249,7 @@ def sync_running_engines(run: Run) -> None:
     After a request to stop nothing is sampled any more, so the engines get no weights: the run that
     resumes gives them, under the same version.
     """
-    groups = _groups(run)
+    groups = groups_of(run)
     groups.trained()
     with suppress(StepAborted):  # a stop has ended the engines
         wait_for_running(run)
@@ -260,7 +260,7 @@ def sync_running_engines(run: Run) -> None:
     groups.flow.published()
     # With bound 0 nothing may start before the step has ended, so that the engines compute the
     # same batches as with trainer.mode=sync.
-    if _groups(run).flow.bound and not _is_stopping(run):
+    if groups_of(run).flow.bound and not _is_stopping(run):
         with suppress(StepAborted):
             start_groups(run)
 
@@ -269,9 +269,9 @@ def sync_running_engines(run: Run) -> None:
 def wait_for_running(run: Run) -> None:
     """Get the finished samples, which a checkpoint of this step then has. Without
     partial_rollout: wait until the running ones are finished."""
-    if _groups(run).flow.counts()[State.RUNNING]:
+    if groups_of(run).flow.counts()[State.RUNNING]:
         collect(run, 0.0)
-    while not (_groups(run).flow.may_publish() or _is_stopping(run)):
+    while not (groups_of(run).flow.may_publish() or _is_stopping(run)):
         collect(run)
 
 
@@ -279,6 +279,7 @@ def _is_stopping(run: Run) -> bool:
     return run.stop.machine.requested is not None
 
 
-def _groups(run: Run) -> Groups:
+def groups_of(run: Run) -> Groups:
+    """Return the groups of a run whose mode has them."""
     assert run.groups is not None
     return run.groups

@@ -26,7 +26,7 @@ from verlite.trainer.stages.advantage import (
     with_columns_of,
     with_old_log_probs,
 )
-from verlite.trainer.stages.groups import begin_step, scored_groups
+from verlite.trainer.stages.groups import begin_step, groups_of, scored_groups
 from verlite.trainer.stages.rollout import trained_samples, with_reward_parts
 from verlite.trainer.stages.update import accumulate, assign_mini_batches
 
@@ -59,7 +59,7 @@ def overlapped_groups(run: Run) -> DataProto:
     """Return the samples of the step's groups, scored (`groups.scored_groups`). Their log-probs and
     values are in `run.current.inferred`, and the actor has their gradients.
     """
-    groups, overlap = _groups(run), Overlap()
+    groups, overlap = groups_of(run), Overlap()
     if _overlaps_gradients(run):
         run.actor.drop_gradients()  # of a step that was given up
     begin_step(run)
@@ -80,7 +80,7 @@ def overlapped_groups(run: Run) -> DataProto:
 
 def advance(run: Run, overlap: Overlap) -> None:
     """Compute with the groups that have finished since the last part."""
-    groups = _groups(run)
+    groups = groups_of(run)
     if _lost(groups, overlap):  # an outage: they are sampled again
         drop(run, overlap)
     if _overlaps_gradients(run) and overlap.first is None:
@@ -147,7 +147,7 @@ def drop(run: Run, overlap: Overlap) -> None:
 def first_mini_batch(run: Run) -> dict[int, torch.Tensor] | None:
     """Return which rows of each group, [rollout.n] bool, are in the first mini-batch; None until
     all groups of the step are started. None are started later, because nothing is sampled ahead."""
-    groups = _groups(run)
+    groups = groups_of(run)
     alive = groups.flow.groups.items()
     numbers = sorted(number for number, group in alive if group.state is not State.QUEUED)
     if len(numbers) < run.plan.prompts:
@@ -168,8 +168,3 @@ def _overlaps_gradients(run: Run) -> bool:
     """Whether the step's first update is one that adds gradients while prompts are sampled. None
     follows during the critic's warm-up."""
     return run.plan.overlaps_gradients and run.step >= run.plan.critic_warmup
-
-
-def _groups(run: Run) -> Groups:
-    assert run.groups is not None
-    return run.groups
