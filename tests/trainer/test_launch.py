@@ -212,7 +212,7 @@ def test_the_export_of_another_run_is_renamed(tmp_path, resumed_step):
     run = SimpleNamespace(
         run_dir=tmp_path,
         actor=SimpleNamespace(export_hf=export_hf),
-        resumed_step=resumed_step,
+        stop=SimpleNamespace(machine=SimpleNamespace(resumed_step=resumed_step)),
         step=3,
         display=SimpleNamespace(info=shown.append),
     )
