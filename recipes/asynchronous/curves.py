@@ -18,8 +18,9 @@ from typing import Any
 
 from rich.progress import track
 
+from recipes.demo import ROOT
 from recipes.methods.curves import warm_up
-from recipes.quickstart.run import BUILD, ROOT
+from recipes.quickstart.run import BUILD
 
 PICTURE = Path(__file__).with_name("curves.png")
 STEPS = 32

@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 from rich.progress import track
 
-from recipes.quickstart.run import BUILD, ROOT, WARM_UP
+from recipes.demo import ROOT
+from recipes.quickstart.run import BUILD, WARM_UP
 from verlite.report.curve import read_curve
 
 PICTURE = Path(__file__).with_name("curves.png")

@@ -13,9 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run import BUILD, ROOT, TRAIN, WARM_UP
 from torch import Tensor
 
+from recipes.demo import ROOT
+from recipes.quickstart.run import BUILD, TRAIN, WARM_UP
 from verlite.algorithms.advantages import AdvantageInputs, grpo
 from verlite.report.curve import read_curve
 

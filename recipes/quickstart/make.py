@@ -7,12 +7,11 @@ train.parquet and test.parquet (rows in verl's format for main_ppo). The problem
 are in neither of the other two.
 """
 
-import argparse
 import random
-import string
 from pathlib import Path
 from typing import Any
 
+from recipes import demo
 from verlite.data.preprocess import write_parquet
 
 FOLDER = "recipes/quickstart/build"
@@ -84,56 +83,8 @@ def make_data(folder: Path, seed: int) -> None:
 
 def make_model(folder: Path, seed: int) -> None:
     """Write a random Qwen2 with 0.3 million parameters and a tokenizer of single characters."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    # Byte-level BPE writes space as Ġ and newline as Ċ.
-    characters = [*string.printable[:95].replace(" ", "Ġ"), "Ċ"]
-    vocabulary = ["<pad>", "<eos>", *characters]
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(vocabulary)},
-        merges=[],
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<pad>",
-    )
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    # The usual initializer_range of 0.02 is meant for wide models. In a model this narrow the
-    # signal vanishes and learning starts several times later. A head size of 32 is the smallest
-    # that vLLM supports on a CPU.
-    config = Qwen2Config(
-        vocab_size=len(vocabulary),
-        hidden_size=128,
-        num_hidden_layers=2,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        initializer_range=0.07,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    print(f"{folder}: a random Qwen2 with {model.num_parameters():,} parameters")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", default=FOLDER)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    make_data(Path(arguments.folder), arguments.seed)
-    make_model(Path(arguments.folder) / "model", arguments.seed)
+    demo.random_qwen2(folder, seed, layers=2, positions=64)
 
 
 if __name__ == "__main__":
-    main()
+    demo.make(__doc__, FOLDER, make_data, make_model)

@@ -8,14 +8,13 @@ warm_up.parquet (prompt and response columns for main_sft), train.parquet and te
 questions are in neither of the other two files.
 """
 
-import argparse
 import json
 import random
-import string
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from recipes import demo
 from verlite.data.preprocess import write_parquet
 from verlite.envs.search import passages_text
 
@@ -141,58 +140,10 @@ def write_corpus(file: Path, passages: Iterable[str]) -> None:
 
 def make_model(folder: Path, seed: int) -> None:
     """Write a random Qwen2. Its tokenizer has a token per word of the facts and per character."""
-    import torch
-    from tokenizers import AddedToken
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    # Byte-level BPE writes space as Ġ and newline as Ċ.
-    characters = [*string.printable[:95].replace(" ", "Ġ"), "Ċ"]
-    vocabulary = ["<pad>", "<eos>", *characters]
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(vocabulary)},
-        merges=[],
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<pad>",
-    )
     values = [value for kind in VALUES.values() for value in kind]
     words = [*TAGS, *FIRST, *LAST, *VALUES, *values, *PHRASES]
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    # See recipes/quickstart/make.py for initializer_range and the head size of 32.
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=3,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        initializer_range=0.07,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    print(f"{folder}: a random Qwen2 with {model.num_parameters():,} parameters")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", default=FOLDER)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    make_data(Path(arguments.folder), arguments.seed)
-    make_model(Path(arguments.folder) / "model", arguments.seed)
+    demo.random_qwen2(folder, seed, layers=3, positions=512, words=words)
 
 
 if __name__ == "__main__":
-    main()
+    demo.make(__doc__, FOLDER, make_data, make_model)

@@ -7,8 +7,6 @@ trainer.total_training_steps=24. The second training run is the same with a sear
 finds anything.
 """
 
-import argparse
-import os
 import re
 import subprocess
 import sys
@@ -17,62 +15,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from recipes import demo
 from verlite.report.curve import Curve, read_curve
 from verlite.terminal import console
 from verlite.trainer.tracking import read_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = "recipes/search/build"
 PICTURE = "recipes/search/curves.png"
 MAKE = ["recipes/search/make.py"]
-WARM_UP = [
-    "-m",
-    "verlite.main_sft",
-    f"data.train_files={BUILD}/warm_up.parquet",
-    "data.train_batch_size=64",
-    f"model.path={BUILD}/model",
-    "model.enable_gradient_checkpointing=false",
-    "optim.lr=1e-3",
-    "optim.lr_scheduler_type=constant",
-    "trainer.total_training_steps=300",
-    f"trainer.default_local_dir={BUILD}/warm_up",
-]
-TRAIN = ["-m", "verlite.main_ppo", "--config-name", "search_demo", "trainer.resume_mode=disable"]
+WARM_UP = demo.warm_up(BUILD, "warm_up.parquet", steps=300)
+TRAIN = demo.train("search_demo")
 CORPORA = {"with search": "corpus.jsonl", "nothing is ever found": "nothing.jsonl"}
 SEARCHES = "val-aux/verlite/facts/number_of_valid_search/mean@1"
 
 
 def main(argv: list[str]) -> int:
     """Run the commands and show the results. Return the first nonzero exit code, else 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of main_ppo")
-    overrides = parser.parse_args(argv).overrides
+    overrides = demo.overrides_of(__doc__, argv)
     start = time.monotonic()
-    os.chdir(ROOT)
-    code = run("1. Build made-up facts and a tiny random model", MAKE)
-    code = code or run("2. Supervised warm-up on demonstrations that mostly guess", WARM_UP)
+    code = demo.run("1. Build made-up facts and a tiny random model", MAKE)
+    code = code or demo.run("2. Supervised warm-up on demonstrations that mostly guess", WARM_UP)
     for number, (name, corpus) in enumerate(CORPORA.items(), start=3):
         if code:
             return code
         with search_engine(f"{BUILD}/{corpus}") as url:
             command = [*TRAIN, f"retriever.url={url}"]
             command += [f"trainer.default_local_dir={run_dir(name)}", *overrides]
-            code = run(f"{number}. GRPO, {name}: the reward is 1 for right, 0 for wrong", command)
+            code = demo.run(
+                f"{number}. GRPO, {name}: the reward is 1 for right, 0 for wrong", command
+            )
     if code:
         return code
     show_results()
     console().print(f"{time.monotonic() - start:.0f} seconds in all", highlight=False)
     return 0
-
-
-def run(title: str, command: list[str]) -> int:
-    """Print and run a Python command. Return its exit code."""
-    out = console()
-    out.rule(title, align="left")
-    out.print("python " + " ".join(command), style="dim", highlight=False, soft_wrap=True)
-    return subprocess.run([sys.executable, *command]).returncode
 
 
 def show_results() -> None:

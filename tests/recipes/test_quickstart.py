@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipes import demo
+from recipes.agent import run as agent_run
 from recipes.dpo import make as dpo
 from recipes.quickstart import make, run
 from recipes.search import run as search_run
@@ -35,8 +37,8 @@ def test_help_starts_nothing(monkeypatch, capsys):
     def refuse(command, **options):
         raise AssertionError(command)
 
-    monkeypatch.setattr(run.subprocess, "run", refuse)
-    for main in (run.main, search_run.main):
+    monkeypatch.setattr(demo.subprocess, "run", refuse)
+    for main in (agent_run.main, run.main, search_run.main):
         with pytest.raises(SystemExit) as stop:
             main(["--help"])
         assert stop.value.code == 0
