@@ -1,5 +1,5 @@
 # make quickstart   install the core, then train a tiny model on arithmetic and plot its reward curve
-# make check        linters, import directions, types, and the tests that start no process: the inner loop
+# make check        linters, import directions, types, and the quick tests, which start no process: the inner loop
 # make site         the documentation as web pages, in build/site
 # make test         make check, then all other tests, with real Ray and real vLLM for CPUs: what CI runs
 # Each installs what it needs into .venv; `make setup` installs the core alone, `make setup-test` all of it.
@@ -8,11 +8,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The tests of a file share engines and clusters, so one process runs all of them.
-IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+# Tests that start processes mostly wait for them: three at a time keep two cores busy.
+IN_PARALLEL := -n 3 $(BY_FILE)
 # Without bytecode beside the packages each of the hundreds of processes would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-test quickstart check test lint site soak mutants evidence benchmark core-test lock clean
+.PHONY: help setup setup-test quickstart check test lint site lint-and-site soak mutants evidence benchmark core-test lock clean
 
 help:
 	@sed -n '1,5p' Makefile | sed 's/^# //'
@@ -45,11 +47,15 @@ lint: setup-test
 site: setup-test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-check: lint site
-	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not process"
+# Linters and site beside each other.
+lint-and-site: setup-test
+	@$(MAKE) --no-print-directory -j2 lint site
+
+check: lint-and-site
+	$(BIN)/python -m pytest -n 2 $(BY_FILE) -m "not process and not slow"
 
 # Of the tests that start processes, up to three that fail get a second try, alone, and are named (tests/again.py).
-test: lint site
+test: lint-and-site
 	$(BIN)/python -m pytest $(IN_PARALLEL) || $(BIN)/python -m tests.again $$?
 
 # Disturb real runs with a random fault every 20 s, and compare their results with undisturbed runs.

@@ -38,11 +38,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-WHOLE_FILE = re.compile(r"^pytestmark = .*\bmark\.process\b", re.MULTILINE)
+WHOLE_FILE = re.compile(r"^pytestmark = .*\bmark\.(process|slow)\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files of tests that start processes, vLLM's above all, for `make check`."""
-    if config.option.markexpr != "not process" or collection_path.suffix != ".py":
+    """Do not import files of tests that `make check` leaves out, above all those that load vLLM."""
+    if config.option.markexpr != "not process and not slow" or collection_path.suffix != ".py":
         return None
     return bool(WHOLE_FILE.search(collection_path.read_text(encoding="utf-8"))) or None

@@ -63,7 +63,7 @@ class Hub(BaseHTTPRequestHandler):
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of the server, and an empty cache."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(hub, "endpoint", lambda: address)

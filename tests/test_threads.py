@@ -147,6 +147,7 @@ def test_the_cores_are_divided_if_nothing_is_set(monkeypatch: pytest.MonkeyPatch
     assert threads.COUNT not in os.environ and threads.OURS not in os.environ
 
 
+@pytest.mark.slow
 def test_a_process_that_has_loaded_torch_gets_the_number_too() -> None:
     """In a process of its own: an engine of vLLM replaces torch.set_num_threads."""
     code = (
@@ -182,6 +183,7 @@ def test_what_a_process_begins_with(
     assert os.environ["GOMP_SPINCOUNT"] == threads.SPINS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's libgomp is Linux's")
 def test_the_library_reads_the_settings() -> None:
     """It reads the variables once, when torch is imported."""

@@ -145,20 +145,22 @@ class Scale:
         return self.score(solution_str)
 
 
-def call_elsewhere(file: Path, name: str) -> str:
-    """Load a function in a new process as a reward process does, and call it."""
+def call_elsewhere(folder: Path, names: list[str]) -> list[str]:
+    """Load functions of a folder in a new process as a reward process does, and call them."""
     code = (
-        "import sys; from verlite.rewards.process import load; "
-        f"print(load({str(file)!r} + ':' + {name!r}, ['solution_str', 'ground_truth', "
-        "'data_source', 'extra_info'])(solution_str='abc', ground_truth='', data_source='', "
-        "extra_info=None))"
+        "import sys; from verlite.rewards.process import load\n"
+        "for number, name in enumerate(sys.argv[1:]):\n"
+        "    score = load(f'{number}/reward.py:{name}', ['solution_str', 'ground_truth', "
+        "'data_source', 'extra_info'])\n"
+        "    print(score(solution_str='abc', ground_truth='', data_source='', extra_info=None))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(verlite.__file__).parents[1])}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *names]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environment, cwd=file.parent
+        command, capture_output=True, text=True, timeout=60, env=environment, cwd=folder
     )
-    return done.stdout.strip() or done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def closure(bonus):
@@ -169,22 +171,20 @@ def closure(bonus):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "function, name, expected",
-    [
+def test_functions_work_in_another_process(tmp_path):
+    cases = [
         (module_level, "module_level", "13"),
         (closure(100), "score", "103"),
         (lambda solution_str, **row: 5 * len(solution_str), "function", "15"),
         (Scale(), "Scale", "30"),
         (Scale().score, "score", "30"),
-    ],
-    ids=["module", "closure", "lambda", "object", "method"],
-)
-def test_functions_work_in_another_process(function, name, expected, tmp_path):
-    file = tmp_path / "reward.py"
-    write_callable(function, file)
-    assert name_of(function) == name
-    assert call_elsewhere(file, name) == expected
+    ]
+    for number, (function, name, _) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        write_callable(function, tmp_path / str(number) / "reward.py")
+        assert name_of(function) == name
+    found = call_elsewhere(tmp_path, [name for _, name, _ in cases])
+    assert found == [expected for _, _, expected in cases]
 
 
 def test_importable_function_is_written_as_an_import(tmp_path):

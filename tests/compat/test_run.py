@@ -119,7 +119,7 @@ def test_a_run_with_a_data_set_a_tool_and_a_manager_for_verl(tmp_path: Path) -> 
     ]
     environment = {VERL_VARIABLE: "1", "PYTHONPATH": str(tmp_path)}
     log = tmp_path / "run.log"
-    run = Launch(tmp_path / "run", overrides, log, environment=environment)
+    run = Launch(tmp_path / "run", overrides, log, environment=environment, forked=True)
     assert run.wait() == 0, run.text()
     (line,) = run.metrics()
     assert line["env/status/error"] == 0

@@ -11,6 +11,8 @@ from verlite.cli import app
 from verlite.contracts import envs as contract
 from verlite.contracts.envs import check_env
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = count()
 ENV = """
 import asyncio, itertools, json, time

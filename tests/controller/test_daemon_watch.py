@@ -58,6 +58,7 @@ def test_the_end_of_a_daemon_is_named_with_the_end_of_its_log(watch, sleeper):
     assert not ignored, "the main thread has raised it"
 
 
+@pytest.mark.slow
 def test_a_stopped_daemon_is_lost_and_one_that_goes_on_is_not(watch, sleeper):
     watched, _ = watch
     os.kill(sleeper.pid, signal.SIGSTOP)

@@ -104,6 +104,7 @@ def test_an_address_that_is_not_host_and_port_is_refused(address):
         find(address)
 
 
+@pytest.mark.slow
 def test_a_head_that_starts_later_is_waited_for(serve, closed_port, capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -116,6 +117,7 @@ def test_a_head_that_starts_later_is_waited_for(serve, closed_port, capsys, monk
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["connection refused", "this machine has not joined", "nosuch"])
 def test_the_wait_for_a_head_ends_with_what_is_missing(reason, serve, closed_port):
     address = {

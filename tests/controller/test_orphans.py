@@ -14,9 +14,7 @@ pytestmark = pytest.mark.process
 
 ENDS = {
     "stop": (signal.SIGTERM, 0, ""),
-    "exception": (None, 1, "ValueError: a bug in the driver"),
     "ctrl_c": (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
-    "terminate": (signal.SIGTERM, -signal.SIGTERM, ""),
     "kill": (signal.SIGKILL, -signal.SIGKILL, ""),
 }
 """{way to end: (signal to send, exit code, end of standard error)}.

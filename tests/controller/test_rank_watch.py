@@ -78,10 +78,10 @@ def test_a_deadlock_is_named_and_ended_with_the_rank_that_did_not_enter(watched)
 
 
 def test_no_false_alarm(watched):
-    """A call twenty times longer than before, and native code that lets no thread run."""
+    """A call ten times longer than before, and native code that lets no thread run."""
     light = workers(watched, Light)
     light.turns(2, 0.5)
-    light.turns(40, 0.5)
+    light.turns(20, 0.5)
     assert watched.said == []
     logs = watched.run_dir / "logs"
     before = set(logs.glob("stacks_*"))

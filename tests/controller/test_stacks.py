@@ -97,6 +97,7 @@ def test_a_folder_without_a_running_job_is_refused_at_once(tmp_path):
     assert (result.exit_code, "no job is running in" in result.output) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_answer_is_named(tmp_path):
     with lock_run_dir(tmp_path):
         (tmp_path / REQUESTS).parent.mkdir()
@@ -122,6 +123,7 @@ def test_a_job_that_ends_before_it_answers_is_reported_at_once(tmp_path):
     assert not list(tmp_path.glob("logs/*"))
 
 
+@pytest.mark.slow
 def test_a_driver_without_workers_answers_to_two_commands_at_once(tmp_path):
     found = []
     with lock_run_dir(tmp_path), answer_requests(tmp_path, current):

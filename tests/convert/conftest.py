@@ -8,10 +8,10 @@ from packaging.version import Version
 
 from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixture for all tests)
 from tests.models import tiny_tokenizer
-from verlite.cli.before_run import check
 from verlite.config.commands import PPO
+from verlite.config.load import main_argv
 from verlite.convert.rows import Table
-from verlite.convert.text import Conversion, program
+from verlite.convert.text import Conversion
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 BOMB = "\n".join(
@@ -100,9 +100,11 @@ class Files:
         return found
 
     def check(self, conversion: Conversion) -> None:
-        """Run `verlite check` on a converted command; it exits if something is wrong."""
-        name = program(conversion)
-        check([*[name] * (name != "main_ppo"), *self.arguments(conversion)])
+        """Compose a converted command as `verlite check` does; it exits if a rule is broken.
+
+        The pages' commands are tried with all checks of a start.
+        """
+        main_argv(self.arguments(conversion), elsewhere=True, command=conversion.command)
 
 
 @pytest.fixture(scope="session")

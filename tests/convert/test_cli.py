@@ -66,6 +66,7 @@ def test_a_wrong_flag_is_named():
     assert "Did you mean --zero_stage?" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_without_end_is_one_message(tmp_path):
     (tmp_path / "run.yaml").write_text("odd: &a [*a]\n")
     done = run("trl", tmp_path / "run.yaml")

@@ -54,6 +54,7 @@ def place(tmp_path, monkeypatch, files: Files) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page(page, place, files, run):  # noqa: F811
     for words in commands(page):

@@ -101,6 +101,7 @@ def test_checkpoint_in_torch_format(tiny_qwen2: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.process
 def test_different_values_of_tied_weights_stay_different(tmp_path: Path, two_ranks: Ranks) -> None:
     """config.json ties head and embeddings, but the checkpoint has two. Like transformers, every
     rank keeps both."""

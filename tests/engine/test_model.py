@@ -128,6 +128,7 @@ def test_missing_and_infinite_weights(tiny_qwen2: str, tmp_path: Path) -> None:
         engine(path)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_only_rank_0_reads_the_checkpoint(
     tiny_llama: str, tmp_path: Path, two_ranks: Ranks, head: str

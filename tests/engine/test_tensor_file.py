@@ -86,6 +86,7 @@ def peak_rise(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or newer")
+@pytest.mark.slow
 def test_checkpoint_and_export_hold_one_tensor_in_memory(tmp_path: Path) -> None:
     """128 MiB of weights in 16 tensors. torch's writer and save_file would copy all of them."""
     model = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(16))

@@ -12,6 +12,8 @@ import verlite.engine.checkpoint as checkpoint
 import verlite.engine.lora as lora
 from verlite.rollout.batched import BatchedEngine
 
+pytestmark = pytest.mark.slow
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "recipes" / "benchmark"
 
 

@@ -129,6 +129,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert run.error == "out of memory" and len(run.samples) == 5
 
 
+@pytest.mark.slow
 def test_hostile_files_do_not_stall_the_page(tmp_path):
     """Aliases of aliases are 10**30 settings; a line may have any number of metrics."""
     run_dir = make_run(tmp_path / "run")
@@ -316,6 +317,7 @@ def shown_by_browser(file: Path, query: str) -> str:
     return re.sub("<script.*?</script>", "", shown, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
 def test_a_browser_shows_resumes_plans_and_advantages_of_zero(tmp_path):
     run_dir = make_run(tmp_path / "run")

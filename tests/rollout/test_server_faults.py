@@ -19,6 +19,8 @@ from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import fingerprint
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 4, 5]
 
 

@@ -448,6 +448,7 @@ class Slow(Counter):
         return await super().step(text, last)
 
 
+@pytest.mark.slow
 def test_slow_tools_run_concurrently(ambiguous):
     """256 samples with tool calls of 0.5 s, one of 2 s. Sequentially they would take 129 s."""
     engine, _ = ambiguous

@@ -17,9 +17,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.controller.conftest import within
 from tests.http.running import running
 from verlite.cli import app as command
 from verlite.http.server import ServiceError
+from verlite.services import reward
 from verlite.services.reward import RewardLimits, make_app, scoring
 from verlite.services.truths import TEMPLATES, first_question, question, read_truths, response
 
@@ -232,18 +234,20 @@ def test_health_routes(base: str) -> None:
         assert answer == {"status": "healthy", "ground_truths": 2, "waiting": 0}
 
 
-def test_body_and_queue_are_limited() -> None:
+def test_body_and_queue_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes take two answers each of ten, so that six wait."""
+    monkeypatch.setattr(reward, "CHUNK", 2)
     with (
-        serving(None, RewardLimits(body=2000), max_waiting=20, item_timeout_s=1.0) as base,
+        serving(None, RewardLimits(body=2000), max_waiting=8, item_timeout_s=1.0) as base,
         ThreadPoolExecutor(1) as clients,
     ):
         assert ask(base, {"query": ["x" * 2000]}, 413)["detail"].startswith("the body has more")
-        slow = clients.submit(ask, base, {"query": [NEVER] * 25, "labels": ["1"] * 25})
-        time.sleep(0.5)
-        full = ask(base, {"query": ["\\boxed{1}"] * 20, "labels": ["1"] * 20}, 503)
+        slow = clients.submit(ask, base, {"query": [NEVER] * 10, "labels": ["1"] * 10})
+        assert within(60, lambda: CLIENT.get(f"{base}/health").json()["waiting"] == 6)
+        full = ask(base, {"query": ["\\boxed{1}"] * 8, "labels": ["1"] * 8}, 503)
         assert "answers are waiting already" in full["detail"]
         assert ask(base, {"query": ["\\boxed{1}"], "labels": ["1"]})["rewards"] == [1.0]
-        assert slow.result()["rewards"] == [None] * 25
+        assert slow.result()["rewards"] == [None] * 10
 
 
 def test_1000_answers_in_one_request_and_64_clients_at_once(base: str) -> None:

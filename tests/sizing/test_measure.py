@@ -14,6 +14,8 @@ from verlite.sizing.facts import model_facts
 from verlite.sizing.measure import LONG, SHORT, Passes, PassRows, measure, peak
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
+pytestmark = pytest.mark.slow
+
 ROWS = PassRows((96, 96), 64, several=True)
 
 

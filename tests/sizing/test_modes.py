@@ -121,7 +121,7 @@ def test_plan_prints_it_for_asynchronous_training(tmp_path):
     assert "responses of p50=128 p99=512 tokens. verlite simulate shows more." in text
 
 
-@pytest.mark.parametrize("gpus", [8, 64])
+@pytest.mark.parametrize("gpus", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_page_of_clusters_is_current(gpus):
     """To update it: python -m tests.sizing.clusters. The larger ones follow from the same code."""
     page = clusters.PAGE.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.sizing.conftest import config_folder
@@ -41,6 +42,7 @@ def steady(text: str) -> str:
     return re.sub(r" +", " ", text)
 
 
+@pytest.mark.slow
 def test_a_small_plan_as_a_whole(tmp_path):
     """To update the page: delete plan.txt, run this test twice, and read what changed."""
     text = steady(printed(tmp_path))

@@ -151,6 +151,7 @@ def test_costs_of_a_run_without_tools_are_found_from_its_steps(tmp_path):
         measured_costs(read_recorded(tmp_path, PLAN), replace(wide, mode="pipelined"))
 
 
+@pytest.mark.slow
 def test_samples_that_were_not_saved_are_drawn_from_the_others_and_the_slowest(tmp_path):
     """Of 32 samples a step 4 are saved, which stand for 31, and the metrics have the slowest."""
     write_run(tmp_path, with_tools, SYNC, kept=4)
@@ -279,6 +280,7 @@ def test_the_command_compares_the_modes_of_a_run(tmp_path):
     assert done.exit_code == 2 and "leave these options out, or the run" in done.output
 
 
+@pytest.mark.slow
 def test_what_would_change_the_samples_or_costs_of_a_run_is_refused(tmp_path):
     model = config_folder(tmp_path / "model", "tiny")
     line = [

@@ -28,6 +28,8 @@ from verlite.trainer.samples import as_jsonl
 from verlite.trainer.saving import STEP_FILE, exported_step
 from verlite.trainer.tracking import METRICS, MetricsFile, read_lines
 
+pytestmark = pytest.mark.slow
+
 Damage = Callable[[Path], None]
 
 CHECKPOINT_FILES = (

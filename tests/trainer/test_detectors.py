@@ -274,6 +274,7 @@ def test_memory_is_compared_within_one_process():
     assert "from 2.5 GB at step 11 of this process" in said[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize("prompts", [64, 1000])
 def test_noise_of_validation_is_no_hacking(scale, prompts):

@@ -63,6 +63,7 @@ class FakeRun:
         self.finished += 1
 
 
+@pytest.mark.slow
 def test_wandb_without_a_login_is_offline_and_names_the_command(tracked, tmp_path, said):
     log_steps(trackers.WandbTracker(tracked()), 1, 2)
     (folder,) = tmp_path.glob("wandb/offline-run-*")

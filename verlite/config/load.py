@@ -765,10 +765,8 @@ class _Builder:
         With the default the other rules can still be checked.
         """
         section, last = self._place(name)
-        node = section._get_node(last)
-        if OmegaConf.is_missing(section, last) or (
-            isinstance(node, ValueNode) and not node._is_interpolation()
-        ):
+        node: Any = section._get_node(last, validate_access=False)
+        if not node._is_interpolation() and (isinstance(node, ValueNode) or node._is_missing()):
             return
         try:
             value = section[last]
@@ -794,7 +792,7 @@ class _Builder:
         *parents, last = name.split(".")
         section: Any = self.tree if tree is None else tree
         for parent in parents:
-            section = section._get_node(parent)
+            section = section._get_node(parent, validate_access=False)
         return section, last
 
     def _to_default(self, name: str) -> None:
