@@ -1,7 +1,9 @@
 """Each invalid command line is reported with its key, the rule and the remedy."""
 
 import json
+import math
 import os
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,11 +17,11 @@ from tests.trainer.test_stages import fake_run
 from verlite.config import ConfigError, make_plan, plan
 from verlite.config.commands import PPO
 from verlite.config.compile import policy_loss_spec
+from verlite.config.keys import get
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
 from verlite.config.rules import declared
 from verlite.config.rules.context import Context, nearest_divisors
-from verlite.config.rules.declared import within
 from verlite.engine.fsdp import Counts
 from verlite.masking import display, is_secret
 from verlite.spec import catalog
@@ -42,104 +44,12 @@ SP = f"{ACTOR}ulysses_sequence_parallel_size"
 
 WRONG = [
     # single values
-    ("data.train_batch_size=0", "data.train_batch_size", "must be >= 1"),
-    ("data.max_response_length=0", "data.max_response_length", "must be >= 1"),
-    ("data.train_max_samples=0", "data.train_max_samples", "must be >= 1 or -1; -1 uses all rows"),
-    (
-        "data.truncation=middel",
-        "data.truncation",
-        "is not a legal name; Did you mean middle; error, left, right, middle",
-    ),
-    (f"{ACTOR}ppo_mini_batch_size=0", f"{ACTOR}ppo_mini_batch_size", "must be >= 1"),
-    (
-        f"{ACTOR}ppo_micro_batch_size_per_gpu=0",
-        f"{ACTOR}ppo_micro_batch_size_per_gpu",
-        "must be >= 1",
-    ),
-    (f"{ACTOR}ppo_epochs=0", f"{ACTOR}ppo_epochs", "must be >= 1"),
-    (f"{ACTOR}clip_ratio=0", f"{ACTOR}clip_ratio", "must be > 0"),
-    (f"{ACTOR}clip_ratio_low=-0.1", f"{ACTOR}clip_ratio_low", "must be > 0"),
-    (f"{ACTOR}clip_ratio_low=1.5", f"{ACTOR}clip_ratio_low", "at most 1"),
-    (f"{ACTOR}clip_ratio_high=0", f"{ACTOR}clip_ratio_high", "must be > 0"),
-    (f"{ACTOR}clip_ratio_c=1", f"{ACTOR}clip_ratio_c", "must be > 1"),
-    (
-        f"{ACTOR}clip_ratio_c=1.1",
-        f"{ACTOR}clip_ratio_c",
-        "more than 1 + the upper clip range = 1.2",
-    ),
-    (f"{ACTOR}optim.lr=-1", f"{ACTOR}optim.lr", "must be >= 0"),
-    (f"{ACTOR}optim.lr=nan", f"{ACTOR}optim.lr", "must be >= 0"),
-    ("critic.optim.lr=inf", "critic.optim.lr", "must be >= 0"),
-    (f"{ACTOR}optim.betas=[0.9]", f"{ACTOR}optim.betas", "two numbers"),
-    (f"{ACTOR}optim.betas=[0.9,1.0]", f"{ACTOR}optim.betas", "must be >= 0 and < 1"),
-    (
-        f"{ACTOR}optim.lr_scheduler_type=step",
-        f"{ACTOR}optim.lr_scheduler_type",
-        "is not a legal name; constant, cosine, linear",
-    ),
-    (
-        f"{ACTOR}fsdp_config.dtype=fp16",
-        f"{ACTOR}fsdp_config.dtype",
-        "is not a legal name; bfloat16",
-    ),
-    (
-        f"{ACTOR}fsdp_config.dtype=float16",
-        f"{ACTOR}fsdp_config.dtype",
-        "is not a legal name; auto, float32, bfloat16",
-    ),
-    ("data.seed=-1", "data.seed", "must be >= 0"),
-    (f"{ACTOR}data_loader_seed=-1", f"{ACTOR}data_loader_seed", "must be >= 0"),
-    (f"{ROLLOUT}seed=-1", f"{ROLLOUT}seed", "must be >= 0"),
-    (f"{ACTOR}entropy_coeff=nan", f"{ACTOR}entropy_coeff", "must be finite"),
-    (f"{ACTOR}entropy_coeff=-inf", f"{ACTOR}entropy_coeff", "must be finite"),
-    ("reward.item_timeout_s=0", "reward.item_timeout_s", "must be > 0"),
-    ("reward.timeout_s=-1", "reward.timeout_s", "must be > 0"),
-    (
-        "trainer.max_runtime=tomorrow",
-        "trainer.max_runtime",
-        "is not a duration such as 14400, 90m; Use null for no limit",
-    ),
-    ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1"),
     (
         f"{ROLLOUT}engine_kwargs.vlm.foo=1",
         f"{ROLLOUT}engine_kwargs.vlm",
         "is not an engine; Did you mean vllm; Legal: vllm, hf",
     ),
     (f"{ROLLOUT}engine_kwargs.vllm=3", f"{ROLLOUT}engine_kwargs.vllm", "must be a mapping"),
-    (
-        f"{ROLLOUT}engine_kwargs.vllm.quantization=fp8",
-        f"{ROLLOUT}engine_kwargs.vllm.quantization",
-        "quantized weights have another fingerprint than the trainer's; Leave it out",
-    ),
-    (
-        f"{ACTOR}policy_loss.loss_mode=bypass_mode",
-        f"{ACTOR}policy_loss.loss_mode",
-        "is not a legal name; rollout_correction.bypass_mode=true",
-    ),
-    (
-        f"{ACTOR}policy_loss.loss_mode=clip-cov",
-        f"{ACTOR}policy_loss.loss_mode",
-        "is not a legal name; Did you mean clip_cov",
-    ),
-    (
-        f"{ACTOR}policy_loss.clip_cov_ratio=0",
-        f"{ACTOR}policy_loss.clip_cov_ratio",
-        "must be > 0 and <= 1",
-    ),
-    (
-        f"{ACTOR}policy_loss.loss_mode=clip_cov {ACTOR}policy_loss.clip_cov_ub=0.5",
-        f"{ACTOR}policy_loss.clip_cov_ub",
-        "above clip_cov_lb=1",
-    ),
-    (f"{ACTOR}tau_neg=0", f"{ACTOR}tau_neg", "must be > 0"),
-    (
-        "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive "
-        "algorithm.kl_ctrl.kl_coef=0",
-        "algorithm.kl_ctrl.kl_coef",
-        "so 0 stays 0; use_kl_in_reward=false",
-    ),
-    ("reward.std=0", "reward.std", "must be > 0"),
-    (GDPO, GDPO_KEYS, "does not name the reward parts that algorithm.adv_estimator=gdpo compares"),
     (f"{GDPO} {GDPO_KEYS}=[]", GDPO_KEYS, "does not name the reward parts"),
     (f"{GDPO} {GDPO_KEYS}=[a,b,a]", GDPO_KEYS, "names a more than once"),
     (
@@ -153,7 +63,6 @@ WRONG = [
         f"has 2 weights for 1 part in {GDPO_KEYS}",
     ),
     (f"{GDPO_PARTS} {GDPO_WEIGHTS}=[1,0]", GDPO_WEIGHTS, "the weight 0 has no influence"),
-    (f"{GDPO_PARTS} {GDPO_WEIGHTS}=[1,nan]", GDPO_WEIGHTS, "must be finite"),
     (
         f"{GDPO_PARTS} algorithm.use_kl_in_reward=true",
         "algorithm.use_kl_in_reward",
@@ -177,48 +86,16 @@ WRONG = [
         f"{FILTER}.metric",
         "compares only a, b",
     ),
-    (
-        "reward.score_scale.math_dapo=percent",
-        "reward.score_scale.math_dapo",
-        "is not a legal name; Legal: zero_one, signed",
-    ),
-    ("reward.clip_range=[1,-1]", "reward.clip_range", "the lower one first"),
     ("reward.clip_range=[1]", "reward.clip_range", "must be two numbers"),
-    (
-        "reward.overlong_buffer.enable=true reward.overlong_buffer.len=600",
-        "reward.overlong_buffer.len",
-        "more than; 512",
-    ),
-    (f"{FILTER}.enable=true", f"{ROLLOUT}n", "never differs; leaves no prompt"),
     (
         f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.max_num_gen_batches=3 data.gen_batch_size=300",
         f"{FILTER}.max_num_gen_batches",
         "300 prompts never fill data.train_batch_size=1024; at least 7",
     ),
     (
-        f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=seq_final_reward",
-        f"{FILTER}.metric",
-        "KL penalty; seq_reward or score",
-    ),
-    (
         f"{FILTER}.enable=true {ROLLOUT}n=4 data.gen_batch_size=4096",
         "data.gen_batch_size",
         "only 2048 rows; at most 2048",
-    ),
-    (
-        f"{CORRECTION}preset=icepopp",
-        f"{CORRECTION}preset",
-        "is not a legal name; Did you mean icepop",
-    ),
-    (
-        f"{CORRECTION}preset=icepop {CORRECTION}rollout_is=token",
-        f"{CORRECTION}rollout_is",
-        "preset=icepop is set too; rollout_is=token rollout_is_threshold=0.5_5.0",
-    ),
-    (
-        f"{CORRECTION}rollout_is=tokens",
-        f"{CORRECTION}rollout_is",
-        "is not a legal name; Did you mean token; sequence",
     ),
     (
         f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=5.0_0.5",
@@ -236,11 +113,6 @@ WRONG = [
         "excludes 1",
     ),
     (
-        f"{CORRECTION}rollout_rs=seq_mean_k1 {CORRECTION}rollout_rs_threshold=1.1_2.0",
-        f"{CORRECTION}rollout_rs_threshold",
-        "excludes 1",
-    ),
-    (
         f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=accuracy",
         f"{FILTER}.metric",
         "return only a score",
@@ -249,11 +121,6 @@ WRONG = [
         f"{FILTER}.enable=true {ROLLOUT}n=4 data.train_batch_size=4096 data.gen_batch_size=64",
         "data.train_batch_size",
         "only 2048 rows",
-    ),
-    (
-        f"{CORRECTION}rollout_rs=seq_mean_k1",
-        f"{CORRECTION}rollout_rs",
-        "needs rollout_rs_threshold",
     ),
     (
         f"{CORRECTION}rollout_rs=seq_mean_k9 {CORRECTION}rollout_rs_threshold=1",
@@ -265,96 +132,8 @@ WRONG = [
         f"{CORRECTION}rollout_rs_threshold",
         "3 for the 2 entries",
     ),
-    (
-        f"{CORRECTION}bypass_mode=true {ACTOR}policy_loss.loss_mode=gspo",
-        f"{ACTOR}policy_loss.loss_mode",
-        "determines the loss; ppo_clip",
-    ),
-    (
-        f"{CORRECTION}bypass_mode=true algorithm.adv_estimator=optimal_token_baseline {ROLLOUT}n=2",
-        "algorithm.adv_estimator",
-        "skips",
-    ),
-    (
-        f"{ACTOR}loss_agg_mode=token_mean",
-        f"{ACTOR}loss_agg_mode",
-        "is not a legal name; Did you mean token-mean",
-    ),
-    (
-        f"{ACTOR}policy_loss.loss_mode=vanila",
-        f"{ACTOR}policy_loss.loss_mode",
-        "is not a legal name; Did you mean vanilla",
-    ),
-    (f"{ACTOR}kl_loss_type=k4", f"{ACTOR}kl_loss_type", "is not a legal name; k3"),
-    (f"{ACTOR}state_masking=false", f"{ACTOR}state_masking", "always left out of the loss"),
-    (
-        "algorithm.adv_estimator=grppo",
-        "algorithm.adv_estimator",
-        "is not a legal name; Did you mean grpo; your own package.module:function",
-    ),
-    ("algorithm.adv_estimator=mine.py", "algorithm.adv_estimator", "is not a legal name"),
-    ("algorithm.kl_penalty=full", "algorithm.kl_penalty", "is not a legal name"),
-    ("algorithm.kl_ctrl.type=adaptiv", "algorithm.kl_ctrl.type", "Did you mean adaptive"),
-    (
-        "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=0",
-        "algorithm.kl_ctrl.horizon",
-        "must be > 0",
-    ),
-    ("algorithm.kl_ctrl.target_kl=0", "algorithm.kl_ctrl.target_kl", "must be > 0"),
-    ("algorithm.gamma=1.1", "algorithm.gamma", "must be >= 0 and <= 1"),
-    ("algorithm.no_think_rl=true", "algorithm.no_think_rl", "only false"),
-    (
-        f"{ROLLOUT}temperature=0",
-        f"{ROLLOUT}temperature",
-        "must be > 0; Training needs temperature; val_kwargs",
-    ),
-    (f"{ROLLOUT}top_p=0", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
-    (f"{ROLLOUT}top_p=1.2", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
-    (f"{ROLLOUT}top_k=0", f"{ROLLOUT}top_k", "must be >= 1 or -1"),
-    (f"{ROLLOUT}n=0", f"{ROLLOUT}n", "must be >= 1"),
-    (
-        f"{ROLLOUT}name=sglang",
-        f"{ROLLOUT}name",
-        "is not a legal name; auto, vllm, hf, server; SGLang is not supported",
-    ),
-    (
-        f"{ROLLOUT}gpu_memory_utilization=1",
-        f"{ROLLOUT}gpu_memory_utilization",
-        "must be > 0 and < 1",
-    ),
-    (
-        "trainer.logger=[console,clearml]",
-        "trainer.logger",
-        "is not a legal name; console, wandb, tensorboard, mlflow, swanlab; methods of",
-    ),
-    (
-        "trainer.resume_mode=never",
-        "trainer.resume_mode",
-        "is not a legal name; auto, disable, resume_path",
-    ),
-    ("trainer.device=gpu", "trainer.device", "is not a legal name; auto, cuda, cpu"),
-    ("trainer.nnodes=0", "trainer.nnodes", "must be >= 1"),
-    ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "must be >= 1"),
-    ("trainer.test_freq=-2", "trainer.test_freq", "must be >= 1 or -1; -1 for never"),
-    (
-        "trainer.save_freq=-2",
-        "trainer.save_freq",
-        "must be >= 1 or -1; -1 to save only if the run is stopped",
-    ),
-    ("trainer.total_training_steps=0", "trainer.total_training_steps", "must be >= 1"),
-    ("reward.max_error_rate=2", "reward.max_error_rate", "must be >= 0 and <= 1"),
     # batch arithmetic
-    (
-        f"{ACTOR}ppo_mini_batch_size=300",
-        f"{ACTOR}ppo_mini_batch_size",
-        "does not divide data.train_batch_size=1024; 256 or 512",
-    ),
     ("critic.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size", "does not divide; 2 or 4"),
-    (
-        f"~{ACTOR}ppo_micro_batch_size_per_gpu",
-        f"{ACTOR}ppo_micro_batch_size_per_gpu",
-        "must be given; use_dynamic_bsz=true",
-    ),
     (
         f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} {ROLLOUT}log_prob_use_dynamic_bsz=false",
         f"{ROLLOUT}log_prob_micro_batch_size_per_gpu",
@@ -371,16 +150,6 @@ WRONG = [
         "must be given",
     ),
     (
-        f"{ACTOR}ppo_micro_batch_size=64",
-        f"{ACTOR}ppo_micro_batch_size",
-        "ppo_micro_batch_size_per_gpu=4 is set too; Keep only",
-    ),
-    (
-        f"{DYNAMIC} {ACTOR}ppo_max_token_len_per_gpu=1000",
-        f"{ACTOR}ppo_max_token_len_per_gpu",
-        "= 1024; at least 1024",
-    ),
-    (
         f"{DYNAMIC} critic.ppo_max_token_len_per_gpu=1023",
         "critic.ppo_max_token_len_per_gpu",
         "= 1024",
@@ -390,44 +159,18 @@ WRONG = [
         f"{ROLLOUT}log_prob_max_token_len_per_gpu",
         "is less than; at least 1024",
     ),
-    (f"{ROLLOUT}max_model_len=1000", f"{ROLLOUT}max_model_len", "is less than; = 1024"),
     # algorithm
-    ("algorithm.adv_estimator=grpo_passk", f"{ROLLOUT}n", "at least 2; grpo_passk; Use 4 to 16"),
-    ("critic.enable=false", "critic.enable", "gae needs a critic"),
     # devices
-    (
-        "cluster.component_placement={actor:0-9}",
-        "cluster.component_placement",
-        "names device 9; 0-7",
-    ),
-    (
-        "cluster.component_placement={rollout:0-3}",
-        "cluster.component_placement",
-        "'actor' is not placed",
-    ),
     (
         "cluster.component_placement={actor:all,judge:0}",
         "cluster.component_placement",
         "'judge' is not a role",
     ),
     (
-        f"{ACTOR}fsdp_config.fsdp_size=3",
-        f"{ACTOR}fsdp_config.fsdp_size",
-        "must divide the 8 devices",
-    ),
-    (
         "cluster.component_placement={actor:0-3,rollout:all,critic:0-2} "
         "critic.model.fsdp_config.fsdp_size=2",
         "critic.model.fsdp_config.fsdp_size",
         "must divide the 3 devices",
-    ),
-    (f"{SP}=3", SP, "must divide the 8 devices; Nearest legal values: 2 or 4"),
-    (f"{SP}=8", SP, "must divide the model's 4 attention heads; Nearest legal values: 4"),
-    (f"{SP}=0", SP, "must be >= 1"),
-    (
-        f"{SP}=2 actor_rollout_ref.model.use_remove_padding=false",
-        SP,
-        "needs packed rows; actor_rollout_ref.model.use_remove_padding=false",
     ),
     (
         f"{SP}=2 {KL} cluster.component_placement={{actor:0-3,rollout:all,critic:all,ref:0-2}}",
@@ -465,17 +208,8 @@ WRONG = [
         "critic.ppo_max_token_len_per_gpu",
         "= 1024; at least 1024",
     ),
-    (
-        "trainer.device=cuda",
-        "trainer.n_gpus_per_node",
-        "this machine has 0 visible GPUs; trainer.device=cpu",
-    ),
     # trainer
     ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "not supported; Use null"),
-    ("trainer.test_freq=5", "trainer.test_freq", "needs validation files; data.val_files"),
-    ("trainer.val_only=true", "trainer.val_only", "needs validation files"),
-    ("trainer.val_before_train=true", "trainer.val_before_train", "needs validation files"),
-    ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "must be given; global_step_N"),
     (
         "ray_kwargs.ray_init.address=head:0",
         "ray_kwargs.ray_init.address",
@@ -487,51 +221,20 @@ WRONG = [
         "123456 is not a port",
     ),
     (
-        "ray_kwargs.ray_init.address=http://head:8265",
-        "ray_kwargs.ray_init.address",
-        "inside the cluster; ray job submit --address=http",
-    ),
-    (
-        "trainer.device=cpu ray_kwargs.ray_init.num_cpus=2",
-        "ray_kwargs.ray_init.num_cpus",
-        "less than the 8 devices; at least 8",
-    ),
-    (
-        "max_turns=2 data.max_start_length=600",
-        "data.max_start_length",
-        "is more than data.max_prompt_length=512",
-    ),
-    (
-        "max_turns=2 reward.overlong_buffer.enable=true",
-        "reward.overlong_buffer.enable",
-        "is for single turns",
-    ),
-    (
         "agent.command=a reward.overlong_buffer.enable=true",
         "reward.overlong_buffer.enable",
         "is for single turns",
     ),
     ('agent.command="\'"', "agent.command", "has an open quote"),
-    ("agent.command=a agent.reward=judge", "agent.reward", "Legal: program, function"),
-    ("agent.command=a agent.timeout_s=0", "agent.timeout_s", "> 0"),
-    ("max_turns=2 retriever.url=[]", "retriever.url", "is empty"),
-    ("env.name=serach", "env.name", "Did you mean search?"),
     ("max_turns=2 env.name=no.module:EnvFactory", "env.name", "was not found on the Python path"),
-    ("retriever.on_error=zero", "retriever.on_error", "Legal: mask, observe"),
-    ("retriever.deadline_s=0", "retriever.deadline_s", "> 0"),
-    ("retriever.url=127.0.0.1:8000", "retriever.url", "is not an http address"),
     (f"{KL} {REF}url=gpu008:8001", f"{REF}url", "is not the http address of a service"),
     (f"{KL} {REF}url=http://a:80000", f"{REF}url", "80000 is not a port"),
-    (f"{KL} {REF}url=[]", f"{REF}url", "is empty"),
-    (f"{KL} {REF}timeout_s=0", f"{REF}timeout_s", "must be > 0"),
     ("retriever.url=http://127.0.0.1:80000/retrieve", "retriever.url", "80000 is not a port"),
-    ("reward.remote.url=127.0.0.1:5000", "reward.remote.url", "is not an http address"),
     ("reward.remote.url=[http://a:5000,b]", "reward.remote.url", "is not an http address"),
     # files
     ("data.train_files=null", "data.train_files", "must name at least one file"),
     ("data.train_files=", "data.train_files", "must name at least one file"),
     ("data.train_files=''", "data.train_files", "must name at least one file"),
-    ("data.train_files=[]", "data.train_files", "must name at least one file"),
     ("data.train_files=['']", "data.train_files", "must name at least one file"),
     ("data.val_files=['']", "data.val_files", "must name at least one file"),
     (
@@ -548,11 +251,6 @@ WRONG = [
         "actor_rollout_ref.model.tokenizer_path={folder}",
         "actor_rollout_ref.model.tokenizer_path",
         "has no tokenizer; tokenizer.json",
-    ),
-    (
-        "custom_reward_function.reward_kwargs.methd=flexible",
-        "custom_reward_function.reward_kwargs.methd",
-        "gsm8k:compute_score does not take this argument; Its arguments: method.",
     ),
     (
         "custom_reward_function.path={folder}/reward.py custom_reward_function.name=score "
@@ -606,28 +304,12 @@ WRONG = [
         "is a folder, not a Python file",
     ),
     (
-        "data.prompt_key=question",
-        "data.train_files",
-        "no column 'question'; it has data_source, prompt, ability; data.prompt_key",
-    ),
-    ("data.train_batch_size=4096", "data.train_batch_size", "only 2048 rows; at most 2048"),
-    (
         "data.train_max_samples=100",
         "data.train_batch_size",
         "only 100 rows (data.train_max_samples=100)",
     ),
-    (
-        "actor_rollout_ref.model.path=/nowhere",
-        "actor_rollout_ref.model.path",
-        "does not exist; on the hub",
-    ),
     ("actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.path", "has no config.json"),
     ("critic.model.path={folder}/nowhere", "critic.model.path", "does not exist"),
-    (
-        "data.max_prompt_length=8000",
-        "data.max_response_length",
-        "8512 tokens; has 8192 positions",
-    ),
     (
         "custom_reward_function.path={folder}/none.py",
         "custom_reward_function.path",
@@ -1061,6 +743,56 @@ def test_every_number_has_a_bound():
     assert {name for name in numeric if not PPO.keys[name].facts.bound} == thresholds
 
 
+def outside(config, key, value):
+    """Return what is reported of a key with another value."""
+    parent, _, last = key.name.rpartition(".")
+    section = get(config, parent) if parent else config
+    before = getattr(section, last)
+    setattr(section, last, [value] if isinstance(before, list) else value)
+    reports = declared.names if isinstance(value, str) else declared.numbers
+    found = list(reports(config, {key.name: key}))
+    setattr(section, last, before)
+    return found
+
+
+def test_every_bound_is_enforced(material):
+    """At, below and above each number of the bound, as Python reads the bound."""
+    config = material.load().config
+    for key in PPO.keys.values():
+        bound = key.facts.bound
+        if not bound:
+            continue
+        ends = [float(end) for end in re.findall(r"-?[\d.]+", bound)]
+        rule = re.sub(r"(^|and |or )(?=-?\d)", r"\1== ", bound)
+        rule = re.sub(r"[=<>]=|[<>]", r"x \g<0>", rule)
+        for x in [
+            math.nan,
+            math.inf,
+            *(end + by for end in ends for by in (-1, -1e-6, 0, 1e-6, 1)),
+        ]:
+            legal = math.isfinite(x) and (bound == "finite" or eval(rule))
+            found = outside(config, key, x)
+            assert bool(found) is not legal, (key.name, bound, x)
+            if found:
+                (problem,) = found
+                assert problem.key == key.name and f"must be {bound}." in str(problem)
+                assert key.facts.remedy in str(problem)
+
+
+def test_every_list_of_names_is_enforced(material):
+    config = material.load().config
+    for key in PPO.keys.values():
+        if not key.facts.choices:
+            continue
+        for name in key.facts.choices:
+            assert outside(config, key, name) == [], key.name
+        for name in ("zzz", f"{key.facts.choices[0]}_", *key.facts.hints):
+            (problem,) = outside(config, key, name)
+            assert problem.key == key.name and "is not a legal name" in str(problem)
+            assert declared.legal_names(key) in str(problem)
+            assert key.facts.hints.get(name, "") in str(problem)
+
+
 def test_every_condition_names_existing_keys():
     known = PPO.keys
     used = set()
@@ -1089,25 +821,6 @@ def test_every_condition_can_be_evaluated(material, sets):
         for condition in key.conditions:
             assert declared.holds(condition.text, context) in (True, False)
             assert declared.words(condition.text).startswith(("with ", "when "))
-
-
-@pytest.mark.parametrize(
-    ("value", "words", "legal"),
-    [
-        (1, ">= 1 or -1", True),
-        (-1, ">= 1 or -1", True),
-        (0, ">= 1 or -1", False),
-        (1, "> 0 and <= 1", True),
-        (0, "> 0 and <= 1", False),
-        (1.5, "> 0 and <= 1", False),
-        (-2, "finite", True),
-        (float("inf"), "finite", False),
-        (float("nan"), ">= 0", False),
-        (float("inf"), ">= 0", False),
-    ],
-)
-def test_bounds(value, words, legal):
-    assert within(value, words) is legal
 
 
 def test_nearest_divisors():

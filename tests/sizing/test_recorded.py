@@ -244,9 +244,9 @@ def test_time_without_work_is_no_cost_of_the_engine_and_no_cost_is_negative():
         recorded_run._least_squares([(0.0, 0.0, 0.0, 0.0)])
 
 
-def test_the_command_compares_the_modes_of_a_run(tmp_path):
-    """The run's own mode is predicted as it was measured. More devices are settings as all are."""
-    model = config_folder(tmp_path / "model", "tiny")
+def write_whole_run(folder: Path, *overrides: str) -> None:
+    """Write a run with its model and its configuration, in the folder `run`."""
+    model = config_folder(folder / "model", "tiny")
     line = [
         f"actor_rollout_ref.model.path={model}",
         "data.train_files=absent.parquet",
@@ -255,67 +255,61 @@ def test_the_command_compares_the_modes_of_a_run(tmp_path):
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.max_num_seqs=20",
         "trainer.device=cpu",
+        *overrides,
+    ]
+    write_run(folder / "run", with_tools, SYNC)
+    text = dump(compose(None, line, elsewhere=True))
+    (folder / "run" / "config.yaml").write_text(text)
+
+
+def output(folder: Path, *more: str, code: int = 0) -> str:
+    """Return what `verlite simulate` says about the run."""
+    done = CliRunner().invoke(app, ["simulate", str(folder / "run"), *more])
+    assert done.exit_code == code, (done.output, done.exception)
+    return " ".join(done.output.split())
+
+
+def test_the_command_compares_the_modes_of_a_run(tmp_path):
+    """The run's own mode is predicted as it was measured. More devices are settings as all are."""
+    write_whole_run(
+        tmp_path,
+        "actor_rollout_ref.rollout.max_num_seqs=20",
         "trainer.n_gpus_per_node=3",
         "cluster.component_placement={rollout: 0, actor: 1-2}",
-    ]
-    write_run(tmp_path / "run", with_tools, SYNC)
-    text = dump(compose(None, line, elsewhere=True))
-    (tmp_path / "run" / "config.yaml").write_text(text)
+    )
     lines = [json.loads(one) for one in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.output)
+    found = json.loads(output(tmp_path, "--json"))
     measured = sum(one["timing_s/step"] for one in lines[2:]) / (STEPS - 2)
     assert found["measured"]["timing_s/step"] == pytest.approx(measured)
     rows = {(r["settings"]["mode"], r["settings"]["max_age"]): r for r in found["rows"]}
     assert rows["sync", 1]["timing_s/step"] == pytest.approx(measured, rel=0.005)
     assert rows["async", 4]["timing_s/step"] < rows["async", 1]["timing_s/step"] < measured
     wide = ["trainer.n_gpus_per_node=4", "cluster.component_placement={rollout: 0-1, actor: 2-3}"]
-    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), *wide])
-    assert done.exit_code == 0 and "measured" in done.output, done.output
-    assert "100% of the samples of 12 steps" in done.output
-    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), "--prompt-length=3"])
-    assert done.exit_code == 2 and "leave these options out, or the run" in done.output
+    text = output(tmp_path, *wide)
+    assert "measured" in text and "100% of the samples of 12 steps" in text
+    text = output(tmp_path, "--prompt-length=3", code=2)
+    assert "leave these options out, or the run" in text
 
 
 @pytest.mark.slow
 def test_what_would_change_the_samples_or_costs_of_a_run_is_refused(tmp_path):
-    model = config_folder(tmp_path / "model", "tiny")
-    line = [
-        f"actor_rollout_ref.model.path={model}",
-        "data.train_files=absent.parquet",
-        "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.n=4",
-        "trainer.device=cpu",
-        "trainer.n_gpus_per_node=4",
-    ]
-    write_run(tmp_path / "run", with_tools, SYNC)
-    text = dump(compose(None, line, elsewhere=True))
-    (tmp_path / "run" / "config.yaml").write_text(text)
-
-    def output(*more: str, code: int = 2) -> str:
-        done = CliRunner().invoke(app, ["simulate", str(tmp_path / "run"), *more])
-        assert done.exit_code == code, (done.output, done.exception)
-        return " ".join(done.output.split())
-
-    assert "--devices=8xH100-80GB: costs and steps are those of" in output(
-        "--devices", "8xH100-80GB"
-    )
-    assert "--steps=5: costs and steps are those of" in output("--steps", "5")
-    assert "rollout.n=8: samples and costs are those of" in output("actor_rollout_ref.rollout.n=8")
-    assert "tensor_model_parallel_size=2: samples and costs are those of" in output(
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    )
-    assert "roles=actor, rollout, ref: samples and costs are those of" in output(
-        "actor_rollout_ref.actor.use_kl_loss=true"
-    )
-    assert "which has actor, rollout." in output("actor_rollout_ref.actor.use_kl_loss=true")
-    found = json.loads(output("--json", "trainer.n_gpus_per_node=8", code=0))
+    write_whole_run(tmp_path, "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=4")
+    refused = {
+        "--devices=8xH100-80GB": "--devices=8xH100-80GB: costs and steps are those of",
+        "--steps=5": "--steps=5: costs and steps are those of",
+        "actor_rollout_ref.rollout.n=8": "rollout.n=8: samples and costs are those of",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2": (
+            "tensor_model_parallel_size=2: samples and costs are those of"
+        ),
+        "actor_rollout_ref.actor.use_kl_loss=true": (
+            "roles=actor, rollout, ref: samples and costs are those of"
+        ),
+    }
+    for option, words in refused.items():
+        text = output(tmp_path, option, code=2)
+        assert words in text
+    assert "which has actor, rollout." in text
+    found = json.loads(output(tmp_path, "--json", "trainer.n_gpus_per_node=8"))
     assert found["measured"]["settings"]["engines"] == 4
     assert found["rows"][0]["settings"]["engines"] == 8
