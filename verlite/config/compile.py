@@ -18,9 +18,7 @@ from verlite.config.schema import (
     Config,
     CustomRewardConfig,
     DataConfig,
-    FSDPConfig,
     ModelConfig,
-    OptimConfig,
     RewardConfig,
     RolloutConfig,
 )
@@ -135,7 +133,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
         engines=plan.engines,
         scorer=scorer_spec(config.custom_reward_function, config.reward),
         env=env_spec(config) if plan.max_turns else None,
-        agent=agent_spec(config),
+        agent=take(AgentSpec, config.agent) if config.agent.command else None,
         template_kwargs=config.data.apply_chat_template_kwargs,
         max_turns=plan.max_turns,
         max_obs_length=config.data.max_obs_length,
@@ -148,7 +146,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
 
 def policy_loss_spec(config: Config, plan: Plan) -> PolicyLossSpec:
     actor = config.actor_rollout_ref.actor
-    return _take(
+    return take(
         PolicyLossSpec,
         actor,
         loss_mode=plan.loss_mode,
@@ -169,7 +167,7 @@ def policy_loss_spec(config: Config, plan: Plan) -> PolicyLossSpec:
 def advantage_spec(config: Config) -> AdvantageSpec:
     algorithm: AlgorithmConfig = config.algorithm
     low, high = config.reward.clip_range or (-10.0, 10.0)
-    return _take(
+    return take(
         AdvantageSpec,
         algorithm,
         gdpo_reward_weights=tuple(algorithm.gdpo_reward_weights or ()) or None,
@@ -180,21 +178,13 @@ def advantage_spec(config: Config) -> AdvantageSpec:
 
 def model_spec(model: ModelConfig, **values: Any) -> ModelSpec:
     """Return a section `model`; `values` take the place of its own."""
-    return _take(ModelSpec, model, **values)
-
-
-def optim_spec(optim: OptimConfig) -> OptimSpec:
-    return _take(OptimSpec, optim)
-
-
-def fsdp_spec(fsdp: FSDPConfig) -> FSDPSpec:
-    return _take(FSDPSpec, fsdp)
+    return take(ModelSpec, model, **values)
 
 
 def generation_spec(
     rollout: RolloutConfig, model: ModelConfig, kv_at_update: str = ""
 ) -> GenerationSpec:
-    return _take(
+    return take(
         GenerationSpec,
         rollout,
         servers=tuple(files_of(rollout.servers)),
@@ -231,7 +221,7 @@ def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:
 
 
 def data_spec(data: DataConfig) -> DataSpec:
-    return _take(
+    return take(
         DataSpec,
         data,
         custom_cls=OwnClass(data.custom_cls.path, data.custom_cls.name),
@@ -244,18 +234,6 @@ def env_spec(config: Config) -> EnvSpec:
     return EnvSpec(
         config.env.name, config.env.kwargs, service_spec(RetrieverSpec, config.retriever)
     )
-
-
-def agent_spec(config: Config) -> AgentSpec | None:
-    """Return the agent program of each sample; None without one."""
-    return _take(AgentSpec, config.agent) if config.agent.command else None
-
-
-def reference_service_spec(config: Config) -> ReferenceServiceSpec | None:
-    """Return the service that computes reference log-probs; None if the run does."""
-    if not reference_urls(config):
-        return None
-    return service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
 
 
 def service_spec(made: type[S], section: Any) -> S:
@@ -272,14 +250,14 @@ def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:
     model = model_spec(policy.model)
     optim = None
     if role == "actor":
-        optim = optim_spec(actor.optim)
+        optim = take(OptimSpec, actor.optim)
     elif role == "critic":
         model = model_spec(config.critic.model, path=plan.critic_model_path)
-        optim = optim_spec(config.critic.optim)
+        optim = take(OptimSpec, config.critic.optim)
     limits = config.critic if role == "critic" else actor
     return EngineSpec(
         model=model,
-        fsdp=fsdp_spec(engine_settings(config, role, plan.device)),
+        fsdp=take(FSDPSpec, engine_settings(config, role, plan.device)),
         optim=optim,
         grad_clip=limits.grad_clip,
         max_nonfinite_updates=limits.max_nonfinite_updates,
@@ -304,11 +282,13 @@ def _log_probs(config: Config, plan: Plan) -> LogProbSpec:
         micro=plan.log_prob_micro,
         needs_sum_pi_squared=plan.needs_sum_pi_squared,
         reference_micro=plan.ref_micro,
-        reference=reference_service_spec(config),
+        reference=service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
+        if reference_urls(config)
+        else None,
     )
 
 
-def _take(_made: type[T], _section: Any, **values: Any) -> T:
+def take(_made: type[T], _section: Any, **values: Any) -> T:
     """Return a spec with the values of a section by their names, except those that are given."""
     names = [field.name for field in fields(_made) if field.name not in values]  # type: ignore[arg-type]
     return _made(**{name: getattr(_section, name) for name in names}, **values)

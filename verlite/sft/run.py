@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from verlite.algorithms.kl import FixedKLController
 from verlite.config import commands
-from verlite.config.compile import fsdp_spec, model_spec, optim_spec
+from verlite.config.compile import model_spec, take
 from verlite.config.critical import tuning_settings
 from verlite.config.load import LoadedConfig, dump
 from verlite.config.sft import TuningConfig
@@ -33,6 +33,7 @@ from verlite.engine.fsdp import LossFn, TrainEngine
 from verlite.engine.process_group import process_group
 from verlite.files import RetryingWriter, free_text
 from verlite.sft.data import Example
+from verlite.spec.roles import FSDPSpec, OptimSpec
 from verlite.terminal import console
 from verlite.trainer import checkpoints, run_record, saving
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
@@ -259,8 +260,8 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         with display.phase("loading the model"), reading(model, ""):
             engine = TrainEngine(
                 model,
-                fsdp_spec(config.fsdp_config),
-                optim_spec(config.optim),
+                take(FSDPSpec, config.fsdp_config),
+                take(OptimSpec, config.optim),
                 total_training_steps=config.trainer.total_training_steps or total,
                 grad_clip=config.grad_clip,
                 device=device if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
