@@ -21,56 +21,42 @@ EACH_EPOCH = "after_each_epoch"
 """verl's name for as many steps as an epoch has."""
 
 
+# fmt: off
 @dataclass
 class RowsConfig:
     """Files of rows, and how rows become batches."""
 
     train_files: Files = key(MISSING, "File, or list of files: parquet, jsonl, json or csv.")
-    val_files: Files = key(
-        None, "File, or list of files, for the validation loss. null: no validation."
-    )
-    prompt_key: str = key(
-        "prompt", "Column of the prompt: text, or chat messages (a list of role and content)."
-    )
-    prompt_dict_keys: Optional[list[str]] = key(
-        None,
+    val_files: Files = key(None,
+        "File, or list of files, for the validation loss. null: no validation.")
+    prompt_key: str = key("prompt",
+        "Column of the prompt: text, or chat messages (a list of role and content).")
+    prompt_dict_keys: Optional[list[str]] = key(None,
         "For a column of mappings: the names that lead to the prompt, outermost first. "
-        "prompt_key=extra_info with prompt_dict_keys=[question] reads extra_info.question.",
-    )
+        "prompt_key=extra_info with prompt_dict_keys=[question] reads extra_info.question.")
     train_batch_size: int = key(256, "Rows per optimizer step over all devices.", bound=">= 1")
-    max_length: int = key(
-        1024,
+    max_length: int = key(1024,
         "Maximum tokens of an example: prompt, response and end-of-sequence token.",
-        bound=">= 1",
-    )
-    truncation: str = key(
-        "error",
+        bound=">= 1")
+    truncation: str = key("error",
         "Longer examples: error stops the run; right truncates their end.",
-        choices=("error", "right"),
-    )
-    micro_batch_size_per_gpu: Optional[int] = key(
-        None,
-        "Rows per forward and backward pass on one device. null: max_token_len_per_gpu limits "
-        "a pass.",
-        bound=">= 1",
-    )
-    use_dynamic_bsz: Optional[bool] = key(
-        None,
+        choices=("error", "right"))
+    micro_batch_size_per_gpu: Optional[int] = key(None,
+        "Rows per forward and backward pass on one device. null: max_token_len_per_gpu limits a "
+        "pass.",
+        bound=">= 1")
+    use_dynamic_bsz: Optional[bool] = key(None,
         "Fill passes by tokens (true) or count rows (false). null: false if "
-        "micro_batch_size_per_gpu is set. The results are the same.",
-    )
-    max_token_len_per_gpu: int = key(
-        8192, "Maximum tokens per forward and backward pass on one device.", bound=">= 1"
-    )
-    train_max_samples: int = key(
-        -1, "Use only the first training rows. -1: all.", bound=">= 1 or -1"
-    )
-    val_max_samples: int = key(
-        -1, "Use only the first validation rows. -1: all.", bound=">= 1 or -1"
-    )
-    apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "Extra arguments for the tokenizer's chat template."
-    )
+        "micro_batch_size_per_gpu is set. The results are the same.")
+    max_token_len_per_gpu: int = key(8192,
+        "Maximum tokens per forward and backward pass on one device.",
+        bound=">= 1")
+    train_max_samples: int = key(-1, "Use only the first training rows. -1: all.",
+        bound=">= 1 or -1")
+    val_max_samples: int = key(-1, "Use only the first validation rows. -1: all.",
+        bound=">= 1 or -1")
+    apply_chat_template_kwargs: dict[str, Any] = key({},
+        "Extra arguments for the tokenizer's chat template.")
     shuffle: bool = key(True, "Shuffle the rows in each epoch.")
 
     def by_examples(self) -> bool:
@@ -84,20 +70,15 @@ class RowsConfig:
 class SFTDataConfig(RowsConfig):
     """Training examples: a row has a prompt and a response, or a conversation."""
 
-    response_key: str = key(
-        "response", "Column of the response: text. The end-of-sequence token is appended."
-    )
-    messages_key: Optional[str] = key(
-        None,
-        "Column of conversations: a list of messages with role and content, or that as JSON text. "
-        "The assistant's messages are learned. null: messages, in a file that has this column and "
-        "none of data.prompt_key.",
-    )
-    tools_key: str = key(
-        "tools",
+    response_key: str = key("response",
+        "Column of the response: text. The end-of-sequence token is appended.")
+    messages_key: Optional[str] = key(None,
+        "Column of conversations: a list of messages with role and content, or that as JSON "
+        "text. The assistant's messages are learned. null: messages, in a file that has this "
+        "column and none of data.prompt_key.")
+    tools_key: str = key("tools",
         "Column of the tools that the chat template shows to the model: a list of JSON schemas, "
-        "or that as JSON text. Read with conversations, if the file has it.",
-    )
+        "or that as JSON text. Read with conversations, if the file has it.")
     response_dict_keys: Optional[list[str]] = key(None, "The same for the column of the response.")
 
 
@@ -107,25 +88,17 @@ class SFTTrainerConfig(RunConfig):
 
     usual_epochs: ClassVar[int] = 4
 
-    test_freq: Union[int, str] = key(
-        -1,
-        "Steps between validation losses, or after_each_epoch. With data.val_files there is always "
-        "one at the end. -1: only that one.",
-        bound=">= 1 or -1",
-        choices=(EACH_EPOCH,),
-        remedy="Use -1 for a single one at the end.",
-    )
-    save_freq: Union[int, str] = key(
-        -1,
+    test_freq: Union[int, str] = key(-1,
+        "Steps between validation losses, or after_each_epoch. With data.val_files there is "
+        "always one at the end. -1: only that one.",
+        bound=">= 1 or -1", choices=(EACH_EPOCH,), remedy="Use -1 for a single one at the end.")
+    save_freq: Union[int, str] = key(-1,
         "Save a checkpoint every this many steps, or after_each_epoch, and at the end. -1: only "
         "if a signal or trainer.max_runtime stops the run.",
-        bound=">= 1 or -1",
-        choices=(EACH_EPOCH,),
-        remedy="Use -1 to save only if the run is stopped.",
-    )
-    max_ckpt_to_keep: Optional[int] = key(
-        None, "Keep this many newest checkpoints. null: all.", bound=">= 1"
-    )
+        bound=">= 1 or -1", choices=(EACH_EPOCH,),
+        remedy="Use -1 to save only if the run is stopped.")
+    max_ckpt_to_keep: Optional[int] = key(None, "Keep this many newest checkpoints. null: all.",
+        bound=">= 1")
     project_name: str = key("verlite_sft", "First part of the default run directory.")
     experiment_name: str = key("sft", "Second part of the default run directory.")
     seed: int = key(42, "Seed of the data order.", bound=">= 0")
@@ -137,26 +110,18 @@ class TuningConfig:
 
     data: RowsConfig = section(RowsConfig, "Training data.")
     model: ModelConfig = section(ModelConfig, "The model to train.")
-    optim: OptimConfig = section(
-        OptimConfig,
+    optim: OptimConfig = section(OptimConfig,
         "AdamW and its learning-rate schedule. The learning rate warms up, then follows a cosine "
         "down to a tenth of its maximum.",
-        lr=1e-5,
-        lr_warmup_steps_ratio=0.03,
-        lr_scheduler_type="cosine",
-        min_lr_ratio=0.1,
-    )
+        lr=1e-5, lr_warmup_steps_ratio=0.03, lr_scheduler_type="cosine", min_lr_ratio=0.1)
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding and precision.")
-    grad_clip: float = key(
-        1.0, "Maximum gradient norm; larger gradients are scaled down to it.", bound="> 0"
-    )
-    ulysses_sequence_parallel_size: int = key(
-        1,
+    grad_clip: float = key(1.0, "Maximum gradient norm; larger gradients are scaled down to it.",
+        bound="> 0")
+    ulysses_sequence_parallel_size: int = key(1,
         "Adjacent devices that share each pass, each with an equal part of its tokens, for long "
         "examples. It must divide the devices and the model's attention heads. A pass then has "
         "max_token_len_per_gpu tokens for each device of the group.",
-        bound=">= 1",
-    )
+        bound=">= 1")
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "Duration, validation and output.")
 
 
@@ -164,22 +129,18 @@ class TuningConfig:
 class SFTConfig(TuningConfig):
     """Supervised fine-tuning."""
 
-    data: SFTDataConfig = section(
-        SFTDataConfig,
+    data: SFTDataConfig = section(SFTDataConfig,
         "Training examples: a row has a prompt and a response (data.prompt_key, "
-        "data.response_key) or a conversation (data.messages_key).",
-    )
+        "data.response_key) or a conversation (data.messages_key).")
 
 
 @dataclass
 class DPODataConfig(RowsConfig):
     """Preferences: a row has a prompt, a better response and a worse one."""
 
-    chosen_key: str = key(
-        "chosen",
+    chosen_key: str = key("chosen",
         "Column of the better response: text, or messages of which the last one is the response. "
-        "Without a column data.prompt_key, the messages before it are the prompt.",
-    )
+        "Without a column data.prompt_key, the messages before it are the prompt.")
     rejected_key: str = key("rejected", "The same for the worse response.")
 
 
@@ -195,26 +156,15 @@ class DPOConfig(TuningConfig):
     """Direct preference optimization."""
 
     data: DPODataConfig = section(DPODataConfig, "Preferences.", train_batch_size=64)
-    optim: OptimConfig = section(
-        OptimConfig,
-        "AdamW and its learning-rate schedule.",
-        lr=1e-6,
-        lr_warmup_steps_ratio=0.1,
-        lr_scheduler_type="cosine",
-        min_lr_ratio=0.1,
-    )
-    trainer: DPOTrainerConfig = section(
-        DPOTrainerConfig,
-        "Duration, validation and output.",
-        project_name="verlite_dpo",
-        experiment_name="dpo",
-    )
-    beta: float = key(
-        0.1,
-        "How much a log-prob may differ from that at the start of the run: a response's reward is "
-        "beta * (log p - log p at the start). Smaller values allow more.",
-        bound="> 0",
-    )
+    optim: OptimConfig = section(OptimConfig, "AdamW and its learning-rate schedule.", lr=1e-6,
+        lr_warmup_steps_ratio=0.1, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    trainer: DPOTrainerConfig = section(DPOTrainerConfig, "Duration, validation and output.",
+        project_name="verlite_dpo", experiment_name="dpo")
+    beta: float = key(0.1,
+        "How much a log-prob may differ from that at the start of the run: a response's reward "
+        "is beta * (log p - log p at the start). Smaller values allow more.",
+        bound="> 0")
+# fmt: on
 
 
 def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
