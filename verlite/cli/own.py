@@ -1,8 +1,9 @@
 """Commands about what a user brings: a table of prompts (data); a reward, environment, advantage
-estimator or policy loss (contract).
+estimator, policy loss or gateway (contract).
 """
 
 import json
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,7 @@ class Kind(StrEnum):
     env = "env"
     estimator = "estimator"
     loss = "loss"
+    gateway = "gateway"
 
 
 DESCRIPTIONS = {
@@ -34,6 +36,7 @@ DESCRIPTIONS = {
     Kind.env: "an environment",
     Kind.estimator: "an advantage estimator",
     Kind.loss: "a policy loss",
+    Kind.gateway: "a gateway",
 }
 
 
@@ -43,7 +46,7 @@ def contract(
         str,
         typer.Argument(
             help="package.module:function. A reward may also be FILE.py or FILE.py:function, an "
-            "environment FILE.py:Factory."
+            "environment FILE.py:Factory. A gateway is a URL up to /v1, its key OPENAI_API_KEY."
         ),
     ],
     whitens: Annotated[
@@ -67,9 +70,10 @@ def contract(
         typer.Option(help="A turn of the model for an environment (repeat for several turns)."),
     ] = None,
 ) -> None:
-    """Test your reward, environment, advantage estimator or policy loss on small known inputs.
+    """Test your reward, environment, advantage estimator or policy loss on small known inputs, or
+    whether a gateway returns the exact tokens of conversations.
 
-    Exit code 1 if the function has problems.
+    Exit code 1 if there are problems.
     """
     try:
         settings = json.loads(kwargs)
@@ -79,6 +83,8 @@ def contract(
             )
         if kind is Kind.env:
             problems = _env_problems(function, settings, action or [], data)
+        elif kind is Kind.gateway:
+            problems = _gateway_problems(function)
         else:
             problems = _problems(kind, function, settings, whitens, data)
     except ValueError as error:
@@ -124,6 +130,21 @@ def _env_problems(
         tried += f", {report.rows} row{'s' * (report.rows != 1)}" if data else ""
         print(f"{tried}: {mean:.1f} ms per step, at most {1000 * max(report.seconds):.1f} ms")
     return report.lines()
+
+
+def _gateway_problems(url: str) -> list[str]:
+    """Return the rules that a gateway breaks, and print the others."""
+    from verlite.contracts.gateway import check_gateway
+
+    findings = check_gateway(url, os.environ.get("OPENAI_API_KEY", ""))
+    lines: dict[str, list[str]] = {state: [] for state in ("kept", "unseen", "broken")}
+    for finding in findings:
+        line = f"{finding.dialect}, {finding.rule}: {finding.detail}"
+        lines[finding.state].append(line)
+    for state in ("kept", "unseen"):
+        for line in lines[state]:
+            print(f"{state}: {line}")
+    return lines["broken"]
 
 
 def _first_row(file: str) -> "RewardItem":
