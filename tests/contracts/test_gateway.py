@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from tests.gateway.test_gateway import tokenizer
 from verlite.contracts.gateway import DIALECTS, RULES, Row, check_gateway
 from verlite.envs.chat import Chat
+from verlite.gateway.agents import as_trajectory
 from verlite.gateway.conversation import Session
 from verlite.gateway.server import Gateway
+from verlite.http.server import bind, url
 from verlite.rollout.types import Completion, Sampling
 
 WORDS = ["t", "h", "e", "th", "the", "u", "s", "us", "er", "r", " "]
@@ -45,23 +48,20 @@ class Babbler:
         return Completion(ids, log_probs, reason, [(1, len(ids))])
 
 
-def rows_of(record, shift=0):
-    """Return the branches of a session as rows. shift: the mask is that of so many nodes before."""
-    seen, rows = set(), []
-    for leaf in record.leaves():
-        ids, mask, log_probs = [], [], []
-        for node in leaf.path:
-            is_new = node.number not in seen
-            seen.add(node.number)
-            parts = (len(node.given), len(node.sampled))
-            ids += [*node.given, *node.sampled]
-            mask += [int(bool(shift))] * parts[0] + [int(is_new and not shift)] * parts[1]
-            log_probs += [0.0] * parts[0] + node.log_probs
-        rows.append(Row(ids, mask, log_probs))
-    return rows
+def rows_of(session, inverted):
+    """Return what is trained of a session: each of its branches."""
+    sample = as_trajectory(session, [])
+    before = [0] * len(sample.prompt_ids)
+    ids = sample.prompt_ids + sample.response_ids
+    mask = before + [value ^ inverted for value in sample.response_mask]
+    log_probs = before + sample.log_probs
+    ends = list(itertools.accumulate(sum(branch) for branch in sample.branches))
+    parts = [slice(*span) for span in itertools.pairwise([0, *ends])]
+    assert ends[-1] == len(ids)
+    return [Row(ids[part], mask[part], log_probs[part]) for part in parts]
 
 
-def findings_of(shift=0):
+def findings_of(inverted=False):
     """Return the state of each rule by (dialect, rule), and the details of those that are not
     kept."""
 
@@ -72,7 +72,7 @@ def findings_of(shift=0):
                 check_gateway,
                 session.base_url,
                 session.token,
-                lambda: rows_of(session.record, shift),
+                lambda: rows_of(session, inverted),
             )
             return found, session.record
 
@@ -83,11 +83,18 @@ def findings_of(shift=0):
 
 def test_verlites_gateway_keeps_every_rule_in_every_dialect():
     states, others, record = findings_of()
-    expected = {(name, rule): "kept" for name in DIALECTS for rule in RULES}
-    expected[("all", "rows")] = "kept"
-    expected |= {(name, "counts"): "unseen" for name in DIALECTS if name != "messages"}
+    pairs = [*itertools.product(DIALECTS, RULES), ("all", "rows")]
+    counted = [pair for pair in pairs if pair[1] != "counts" or pair[0] == "messages"]
+    expected = dict.fromkeys(counted, "kept")
     assert states == expected, others
     assert record.ledger()["ambiguous_roots"] == 2 * len(DIALECTS)
+
+
+def test_a_url_without_a_server_is_named():
+    with bind("127.0.0.1", 0) as bound:  # nobody listens
+        address = url(bound, "/v1")
+        with pytest.raises(ValueError, match=f"^{address}/models cannot be read: ConnectError"):
+            check_gateway(f"{address}/")
 
 
 def render_again(gateway, asked, match):
@@ -127,16 +134,13 @@ def without_tools(render):
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch, fault, rules):
-    shift = 0
     if fault == "a re-render in place of a bridge":
         monkeypatch.setattr(Gateway, "_encode_chat", render_again)
     elif fault == "merged siblings":
         monkeypatch.setattr(Session, "match", first_candidate(Session.match))
     elif fault == "a lost tool result":
         monkeypatch.setattr(Chat, "render", without_tools(Chat.render))
-    else:
-        shift = 1
-    states, others, _ = findings_of(shift)
+    states, others, _ = findings_of(inverted=fault == "a mask off by one turn")
     broken = {rule for (_, rule), state in states.items() if state == "broken"}
     assert rules <= broken, others
     if fault != "a re-render in place of a bridge":

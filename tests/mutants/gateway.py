@@ -12,6 +12,7 @@ AGENTS = "verlite.gateway.agents:"
 CHAT = "verlite.envs.chat:"
 GRAPH = ("tests/gateway/test_conversation.py",)
 SERVER = ("tests/gateway/test_gateway.py",)
+SUITE = ("tests/contracts/test_gateway.py",)
 DIALECTS = ("tests/gateway/test_dialects.py",)
 PROGRAMS = ("tests/gateway/test_agents.py::test_a_program_that_fails_is_an_unscored_sample",)
 
@@ -113,6 +114,18 @@ MUTANTS = [
         DIALECT + "ignored",
         returns(()),
         DIALECTS,
+    ),
+    Mutant(
+        "the conformance suite accepts prompts that were rendered again",
+        "verlite.contracts.gateway:exact",
+        returns(None),
+        SUITE,
+    ),
+    Mutant(
+        "the conformance suite accepts any mask",
+        "verlite.contracts.gateway:_rows",
+        returns(""),
+        SUITE,
     ),
     Mutant(
         "all requests of a session have one seed",

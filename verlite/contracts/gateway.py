@@ -380,8 +380,6 @@ def _edited(talk: Talk) -> str:
 
 
 def _counts(talk: Talk) -> str:
-    if talk.dialect.path != "messages":
-        raise Unseen("another dialect")
     body = talk.body([user("Count me.")])
     counted = {name: body[name] for name in ("model", "messages")}
     count = talk.post("messages/count_tokens", counted)["input_tokens"]
@@ -433,6 +431,8 @@ def check_gateway(
         for name, dialect in DIALECTS.items():
             talk = Talk(http, url, model, dialect)
             for rule, check in RULES.items():
+                if rule == "counts" and name != "messages":
+                    continue
                 findings.append(_finding(name, rule, check, talk))
                 if rule == "tokens" and findings[-1].state == "broken":
                     break
