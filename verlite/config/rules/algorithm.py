@@ -34,19 +34,11 @@ def gdpo(c: Context) -> Iterator[Problem]:
             "Give one weight for each part, or leave it out: 1 each.",
         )
     elif weights and 0 in weights:
-        yield Problem(
-            GDPO_WEIGHTS,
-            weights,
-            "a part with the weight 0 has no influence",
-            f"Leave it out of {GDPO_KEYS}.",
-        )
+        rule = "a part with the weight 0 has no influence"
+        yield Problem(GDPO_WEIGHTS, weights, rule, f"Leave it out of {GDPO_KEYS}.")
     if c.groups.enable and keys and (c.groups.metric or "score") not in keys:
-        yield Problem(
-            "algorithm.filter_groups.metric",
-            c.groups.metric,
-            f"algorithm.adv_estimator=gdpo compares only {', '.join(keys)}",
-            "Use one of these.",
-        )
+        rule = f"algorithm.adv_estimator=gdpo compares only {', '.join(keys)}"
+        yield Problem("algorithm.filter_groups.metric", c.groups.metric, rule, "Use one of these.")
 
 
 def score_scale(context: Context) -> Iterator[Problem]:
@@ -70,13 +62,11 @@ def mini_batches(c: Context) -> Iterator[Problem]:
         sizes["critic.ppo_mini_batch_size"] = c.critic.ppo_mini_batch_size
     for key, size in sizes.items():
         if c.ok("data.train_batch_size", key) and size < c.prompts and c.prompts % size:
-            yield Problem(
-                key,
-                size,
+            rule = (
                 f"does not divide data.train_batch_size={c.prompts}: the last update of each step "
-                "would be smaller than the others",
-                nearest_legal(c.prompts, size),
+                "would be smaller than the others"
             )
+            yield Problem(key, size, rule, nearest_legal(c.prompts, size))
 
 
 def micro_batches(context: Context) -> Iterator[Problem]:
@@ -106,12 +96,8 @@ def _passes(
     size_key = f"{section}{prefix}micro_batch_size_per_gpu"
     needs_own = not inherits and actor.ppo_micro_batch_size_per_gpu is None
     if get(config, size_key) is None and (section == ACTOR or needs_own):
-        yield Problem(
-            size_key,
-            None,
-            "must be given: samples per pass on one device",
-            f"Start with {size_key}=4, or set {switch_key}=true.",
-        )
+        rule = "must be given: samples per pass on one device"
+        yield Problem(size_key, None, rule, f"Start with {size_key}=4, or set {switch_key}=true.")
 
 
 def _token_budget(context: Context, key: str, role: str, inherits: bool) -> Iterator[Problem]:
@@ -210,12 +196,9 @@ def _bypass(context: Context, correction: RolloutCorrection) -> Iterator[Problem
     loss = context.config.actor_rollout_ref.actor.policy_loss.loss_mode
     estimator = context.config.algorithm.adv_estimator
     if loss != "vanilla":
-        yield Problem(
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            loss,
-            f"{SECTION}bypass_mode determines the loss ({correction.loss_type})",
-            f"Leave one of the two out; {SECTION}loss_type selects ppo_clip or reinforce.",
-        )
+        rule = f"{SECTION}bypass_mode determines the loss ({correction.loss_type})"
+        remedy = f"Leave one of the two out; {SECTION}loss_type selects ppo_clip or reinforce."
+        yield Problem("actor_rollout_ref.actor.policy_loss.loss_mode", loss, rule, remedy)
     if plan.places_inference(context.config):
         yield Problem(
             "cluster.component_placement",
@@ -224,12 +207,9 @@ def _bypass(context: Context, correction: RolloutCorrection) -> Iterator[Problem
             "Leave inference or the mode out.",
         )
     if "sum_pi_squared" in catalog.measured(estimator):
-        yield Problem(
-            "algorithm.adv_estimator",
-            estimator,
-            f"needs results of the forward pass that {SECTION}bypass_mode skips",
-            f"Use {SECTION}bypass_mode=false, or another estimator.",
-        )
+        rule = f"needs results of the forward pass that {SECTION}bypass_mode skips"
+        remedy = f"Use {SECTION}bypass_mode=false, or another estimator."
+        yield Problem("algorithm.adv_estimator", estimator, rule, remedy)
 
 
 def _written_out(preset: str) -> str:

@@ -24,12 +24,8 @@ def reward_function(context: Context) -> Iterator[Problem]:
     if path is None:
         return
     if scores_remotely(context.config.reward):
-        yield Problem(
-            PATH,
-            path,
-            "is given, and so is reward.remote.url; only one of them can score the samples",
-            "Remove one of them.",
-        )
+        rule = "is given, and so is reward.remote.url; only one of them can score the samples"
+        yield Problem(PATH, path, rule, "Remove one of them.")
     body = yield from _file_with(PATH, path, NAME, name)
     if body is not None:
         yield from _unknown_arguments(context.config, body, name, f"{name} in {path}")
@@ -118,13 +114,10 @@ def _own_name(key: str, value: str) -> Iterator[Problem]:
         return
     file = module_file(module)
     if file is None:
-        yield Problem(
-            key,
-            value,
-            f"module {module} was not found on the Python path",
-            "Start in the folder that has it, or add that to PYTHONPATH. "
-            "Every worker must find it.",
+        remedy = (
+            "Start in the folder that has it, or add that to PYTHONPATH. Every worker must find it."
         )
+        yield Problem(key, value, f"module {module} was not found on the Python path", remedy)
     elif file.suffix == ".py":
         yield from _own_function(key, value, file, name)
 
@@ -188,9 +181,6 @@ def _unknown_arguments(
     taken = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     for key, value in config.custom_reward_function.reward_kwargs.items():
         if key not in taken:
-            yield Problem(
-                f"custom_reward_function.reward_kwargs.{key}",
-                value,
-                f"{where} does not take this argument, and has no **kwargs",
-                f"Its arguments: {', '.join(taken)}.",
-            )
+            rule = f"{where} does not take this argument, and has no **kwargs"
+            remedy = f"Its arguments: {', '.join(taken)}."
+            yield Problem(f"custom_reward_function.reward_kwargs.{key}", value, rule, remedy)

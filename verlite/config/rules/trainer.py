@@ -34,12 +34,8 @@ def resume(context: Context) -> Iterator[Problem]:
 
 def _resume_is_named(trainer: Any) -> Iterator[Problem]:
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        yield Problem(
-            RESUME,
-            None,
-            "must be given with trainer.resume_mode=resume_path",
-            "Give the global_step_N folder of a checkpoint.",
-        )
+        rule = "must be given with trainer.resume_mode=resume_path"
+        yield Problem(RESUME, None, rule, "Give the global_step_N folder of a checkpoint.")
 
 
 def max_runtime(context: Context) -> Iterator[Problem]:
@@ -167,19 +163,11 @@ def unwritable(key: str, value: str) -> Iterator[Problem]:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
-        yield Problem(
-            key,
-            value,
-            f"{folder} is a file, so the run directory cannot be created",
-            "Choose another.",
-        )
+        rule = f"{folder} is a file, so the run directory cannot be created"
+        yield Problem(key, value, rule, "Choose another.")
     elif not os.access(folder, os.W_OK | os.X_OK):
-        yield Problem(
-            key,
-            value,
-            f"{folder.resolve()} is not writable",
-            "Choose another, or change its permissions.",
-        )
+        rule = f"{folder.resolve()} is not writable"
+        yield Problem(key, value, rule, "Choose another, or change its permissions.")
 
 
 def debugger_is_installed(context: Context) -> Iterator[Problem]:
