@@ -52,134 +52,91 @@ _TEXT_OR_NONE = (str, type(None))
 _ANY = ()
 _RAGGED = (np.ndarray, list, tuple)  # a reference is a tuple
 
+# fmt: off
 FIELDS: dict[str, Field] = {
     # Tokens, padded by protocol.ragged.
     "prompts": Field("B P", _INT, "protocol.ragged", "prompt tokens, padded on the left"),
-    "responses": Field(
-        "B R", _INT, "protocol.ragged", "response tokens, with tool text, padded on the right"
-    ),
+    "responses": Field("B R", _INT, "protocol.ragged",
+        "response tokens, with tool text, padded on the right"),
     "input_ids": Field("B S", _INT, "protocol.ragged", "prompts and responses joined"),
     "attention_mask": Field("B S", _INT, "protocol.ragged", "1 on real tokens, 0 on padding"),
-    "position_ids": Field(
-        "B S", _INT, "protocol.ragged", "position of each real token in its row, from 0"
-    ),
+    "position_ids": Field("B S", _INT, "protocol.ragged",
+        "position of each real token in its row, from 0"),
     # Masks and their numbers of tokens.
-    "response_mask": Field(
-        "B R", _INT, "generate", "1 on sampled tokens of rows that count; used for estimation"
-    ),
+    "response_mask": Field("B R", _INT, "generate",
+        "1 on sampled tokens of rows that count; used for estimation"),
     "loss_mask": Field("B R", _INT, "loss_mask", "1 on tokens that the losses train on"),
     "sampled_tokens": Field("B", _INT, "generate", "tokens of the row in response_mask"),
     "trained_tokens": Field("B", _INT, "loss_mask", "tokens of the row in loss_mask"),
     # Log-probs and values.
-    "rollout_log_probs": Field(
-        "B R", _FLOAT, "generate", "log-prob of each sampled token in the rollout engine"
-    ),
-    "old_log_probs": Field(
-        "B R", _FLOAT, "old_log_probs", "log-prob under the policy before this step's updates"
-    ),
-    "entropys": Field(
-        "B R", _FLOAT, "old_log_probs", "entropy at each sampled token, in nats (verl's name)"
-    ),
-    "entropy_sums": Field(
-        "B", _DOUBLE, "old_log_probs", "sum of the entropy over response_mask, in nats"
-    ),
-    "gap_sums": Field(
-        "B G",
-        _DOUBLE,
-        "old_log_probs",
-        "sums over response_mask of differences between trainer and rollout log-probs",
-    ),
-    "sum_pi_squared": Field(
-        "B R",
-        _FLOAT,
-        "old_log_probs",
-        "sum of squared probabilities over the vocabulary (optimal_token_baseline)",
-    ),
-    "rollout_is_weights": Field(
-        "B R", _FLOAT, "loss_mask", "importance weight between trainer and rollout engine"
-    ),
-    "ref_log_prob": Field(
-        "B R", _FLOAT, "reference_log_probs", "log-prob under the frozen reference policy"
-    ),
+    "rollout_log_probs": Field("B R", _FLOAT, "generate",
+        "log-prob of each sampled token in the rollout engine"),
+    "old_log_probs": Field("B R", _FLOAT, "old_log_probs",
+        "log-prob under the policy before this step's updates"),
+    "entropys": Field("B R", _FLOAT, "old_log_probs",
+        "entropy at each sampled token, in nats (verl's name)"),
+    "entropy_sums": Field("B", _DOUBLE, "old_log_probs",
+        "sum of the entropy over response_mask, in nats"),
+    "gap_sums": Field("B G", _DOUBLE, "old_log_probs",
+        "sums over response_mask of differences between trainer and rollout log-probs"),
+    "sum_pi_squared": Field("B R", _FLOAT, "old_log_probs",
+        "sum of squared probabilities over the vocabulary (optimal_token_baseline)"),
+    "rollout_is_weights": Field("B R", _FLOAT, "loss_mask",
+        "importance weight between trainer and rollout engine"),
+    "ref_log_prob": Field("B R", _FLOAT, "reference_log_probs",
+        "log-prob under the frozen reference policy"),
     "values": Field("B R", _FLOAT, "values", "the critic's value before each token"),
     # Scores, rewards and advantages.
     "raw_scores": Field("B", _FLOAT, "generate", "score that the reward function returned"),
-    "overlong_penalty": Field(
-        "B", _FLOAT, "score", "part of the score for length (reward.overlong_buffer), at most 0"
-    ),
-    "scores": Field(
-        "B", _FLOAT, "score", "raw_scores normalized, clipped and penalized for length"
-    ),
-    "gdpo_rewards": Field(
-        "B K", _DOUBLE, "score", "the reward's parts in algorithm.gdpo_reward_keys (gdpo)"
-    ),
-    "reward_baselines": Field(
-        "B", _FLOAT, "score", "score of the greedy response to the same prompt (remax)"
-    ),
+    "overlong_penalty": Field("B", _FLOAT, "score",
+        "part of the score for length (reward.overlong_buffer), at most 0"),
+    "scores": Field("B", _FLOAT, "score",
+        "raw_scores normalized, clipped and penalized for length"),
+    "gdpo_rewards": Field("B K", _DOUBLE, "score",
+        "the reward's parts in algorithm.gdpo_reward_keys (gdpo)"),
+    "reward_baselines": Field("B", _FLOAT, "score",
+        "score of the greedy response to the same prompt (remax)"),
     "rewards": Field("B", _FLOAT, "advantages", "score minus the row's KL penalty, if any"),
     "advantages": Field("B R", _FLOAT, "advantages", "advantage of each token in loss_mask"),
     "returns": Field("B R", _FLOAT, "advantages", "the critic's targets"),
-    "credit": Field(
-        "B R", _FLOAT, "generate", "factor of the advantage in the policy's update (agent.credit)"
-    ),
-    "selected_tokens": Field(
-        "B R", _BOOL, "advantages", "tokens that the loss clip_cov or kl_cov treats differently"
-    ),
+    "credit": Field("B R", _FLOAT, "generate",
+        "factor of the advantage in the policy's update (agent.credit)"),
+    "selected_tokens": Field("B R", _BOOL, "advantages",
+        "tokens that the loss clip_cov or kl_cov treats differently"),
     # Numbers per row.
     "prompt_length": Field("B", _INT, "generate", "tokens of the prompt"),
     "response_length": Field("B", _INT, "generate", "tokens of the response, with tool text"),
-    "valid": Field(
-        "B", _BOOL, "generate", "whether the row has a usable score (ReMax: and a baseline)"
-    ),
-    "weight_version": Field(
-        "B", _INT, "generate", "version of the weights that sampled the row's last token"
-    ),
-    "oldest_version": Field(
-        "B", _INT, "generate", "oldest version of the weights that sampled a token of the row"
-    ),
-    "first_branch": Field(
-        "B", _INT, "protocol.branches", "1 on the row that losses count as the sample, 0 on others"
-    ),
-    "sample_index": Field(
-        "B", _INT, "generate", "place of the row in its group, of rows sampled in the background"
-    ),
-    "reward_seconds": Field(
-        "B", _FLOAT, "generate", "time its worker waited for rewards after its last sample"
-    ),
+    "valid": Field("B", _BOOL, "generate",
+        "whether the row has a usable score (ReMax: and a baseline)"),
+    "weight_version": Field("B", _INT, "generate",
+        "version of the weights that sampled the row's last token"),
+    "oldest_version": Field("B", _INT, "generate",
+        "oldest version of the weights that sampled a token of the row"),
+    "first_branch": Field("B", _INT, "protocol.branches",
+        "1 on the row that losses count as the sample, 0 on others"),
+    "sample_index": Field("B", _INT, "generate",
+        "place of the row in its group, of rows sampled in the background"),
+    "reward_seconds": Field("B", _FLOAT, "generate",
+        "time its worker waited for rewards after its last sample"),
     "turns": Field("B", _INT, "generate", "turns of the policy"),
-    "num_turns": Field(
-        "B",
-        _INT,
-        "generate",
-        "messages, as verl counts them: the prompt, the policy's turns and the answers of tools",
-    ),
+    "num_turns": Field("B", _INT, "generate",
+        "messages, as verl counts them: the prompt, the policy's turns and the answers of tools"),
     "invalid_turns": Field("B", _INT, "generate", "turns that the environment called malformed"),
-    "truncated_observations": Field(
-        "B", _INT, "generate", "observations truncated to data.max_obs_length"
-    ),
+    "truncated_observations": Field("B", _INT, "generate",
+        "observations truncated to data.max_obs_length"),
     "gen_seconds": Field("B", _FLOAT, "generate", "time the sample waited for the engine"),
     "tool_seconds": Field("B", _FLOAT, "generate", "time the sample waited for its tools"),
-    "mini_batch_index": Field(
-        "B E",
-        _INT,
-        "assign_mini_batches",
-        "the row's optimizer step in each of the actor's E epochs",
-    ),
-    "critic_mini_batch_index": Field(
-        "B C",
-        _INT,
-        "assign_mini_batches",
-        "the row's optimizer step in each of the critic's C epochs",
-    ),
+    "mini_batch_index": Field("B E", _INT, "assign_mini_batches",
+        "the row's optimizer step in each of the actor's E epochs"),
+    "critic_mini_batch_index": Field("B C", _INT, "assign_mini_batches",
+        "the row's optimizer step in each of the critic's C epochs"),
     # Objects, one per row.
     "uid": Field("B", _TEXT, "next_prompts", "prompt id; rows with the same uid are a group"),
     "index": Field("B", (int,), "next_prompts", "row number in the dataset"),
-    "data_source": Field(
-        "B", _TEXT, "next_prompts", "origin of the prompt; selects the reward function"
-    ),
-    "messages": Field(
-        "B", (list,), "next_prompts", "the prompt's chat messages (verl: raw_prompt)"
-    ),
+    "data_source": Field("B", _TEXT, "next_prompts",
+        "origin of the prompt; selects the reward function"),
+    "messages": Field("B", (list,), "next_prompts",
+        "the prompt's chat messages (verl: raw_prompt)"),
     "ground_truth": Field("B", _ANY, "next_prompts", "the reward function's reference answer"),
     "extra_info": Field("B", (dict,), "next_prompts", "the dataset's other columns"),
     "sampling": Field("B", _ANY, "next_prompts", "sampling parameters (rollout.types.Sampling)"),
@@ -188,41 +145,27 @@ FIELDS: dict[str, Field] = {
     "status": Field("B", _TEXT, "generate", "how the row ended (rollout.types.Status)"),
     "error": Field("B", _TEXT_OR_NONE, "generate", "class and message of the failure, or None"),
     "reward_parts": Field("B", (dict,), "generate", "named parts of the score"),
-    "reward_traceback": Field(
-        "B", _TEXT_OR_NONE, "generate", "traceback of a failed reward function, or None"
-    ),
+    "reward_traceback": Field("B", _TEXT_OR_NONE, "generate",
+        "traceback of a failed reward function, or None"),
     "text": Field("B", _ANY, "generate", "what the policy wrote, as the reward function saw it"),
-    "version_spans": Field(
-        "B",
-        (list,),
-        "generate",
-        "(weight version, number of tokens that it sampled) of consecutive tokens, oldest first",
-    ),
-    "branches": Field(
-        "B",
-        (list,),
-        "generate",
-        "(tokens of the context, tokens that follow) of each of its sequences (protocol.branches)",
-    ),
-    "requests": Field(
-        "B", (list,), "generate", "an agent program's requests (rollout.types.Trajectory.requests)"
-    ),
+    "version_spans": Field("B", (list,), "generate",
+        "(weight version, number of tokens that it sampled) of consecutive tokens, oldest first"),
+    "branches": Field("B", (list,), "generate",
+        "(tokens of the context, tokens that follow) of each of its sequences (protocol.branches)"),
+    "requests": Field("B", (list,), "generate",
+        "an agent program's requests (rollout.types.Trajectory.requests)"),
     "agent_log": Field("B", _ANY, "generate", "end of what an agent program printed"),
-    "segments": Field(
-        "B", (list,), "generate", "(model or tool, number of tokens) per part of the response"
-    ),
+    "segments": Field("B", (list,), "generate",
+        "(model or tool, number of tokens) per part of the response"),
     "running": Field("B", (dict,), "generate", "state of a sample that runs (workers.running)"),
     "turn_ids": Field("B", _ANY, "generate", "tokens so far of a turn that is generated"),
     "turn_log_probs": Field("B", _ANY, "generate", "their log-probs"),
     "transcript": Field("B", _ANY, "generate", "(model or tool, text) per part of the response"),
-    "session": Field(
-        "B",
-        (dict,),
-        "generate",
-        "what became of an agent program's requests (gateway.conversation.Session.ledger)",
-    ),
+    "session": Field("B", (dict,), "generate",
+        "what became of an agent program's requests (gateway.conversation.Session.ledger)"),
     "turn_infos": Field("B", (list,), "generate", "the environment's info of each turn"),
 }
+# fmt: on
 
 MASK_COUNTS = {"response_mask": "sampled_tokens", "loss_mask": "trained_tokens"}
 """Each mask, and the field with its number of tokens per row."""

@@ -42,54 +42,31 @@ MEASURED_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_square
 They are produced only for estimators that read them.
 """
 
+# fmt: off
 ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(
-        "verlite.algorithms.advantages:gae",
-        reads=("values", "gamma", "lam"),
-        compares=False,
-        whitens=True,
-        by_group=False,
-    ),
-    "grpo": Estimator(
-        "verlite.algorithms.advantages:grpo", reads=("norm_adv_by_std_in_grpo",), by_row=True
-    ),
-    "gdpo": Estimator(
-        "verlite.algorithms.advantages:gdpo",
-        reads=("gdpo_rewards", "gdpo_reward_weights"),
-        whitens=True,
-        by_group=False,
-    ),
-    "grpo_passk": Estimator(
-        "verlite.algorithms.advantages:grpo_passk",
-        reads=("norm_adv_by_std_in_grpo",),
-        needs_several=True,
-        by_row=True,
-    ),
+    "gae": Estimator("verlite.algorithms.advantages:gae", reads=("values", "gamma", "lam"),
+        compares=False, whitens=True, by_group=False),
+    "grpo": Estimator("verlite.algorithms.advantages:grpo", reads=("norm_adv_by_std_in_grpo",),
+        by_row=True),
+    "gdpo": Estimator("verlite.algorithms.advantages:gdpo",
+        reads=("gdpo_rewards", "gdpo_reward_weights"), whitens=True, by_group=False),
+    "grpo_passk": Estimator("verlite.algorithms.advantages:grpo_passk",
+        reads=("norm_adv_by_std_in_grpo",), needs_several=True, by_row=True),
     "rloo": Estimator("verlite.algorithms.advantages:rloo", by_row=True),
-    "rloo_token_kl": Estimator(
-        "verlite.algorithms.advantages:rloo_token_kl",
-        reads=("token_level_scores", "reward_clip_range"),
-    ),
-    "reinforce_plus_plus": Estimator(
-        "verlite.algorithms.advantages:reinforce_plus_plus",
-        reads=("gamma",),
-        compares=False,
-        whitens=True,
-        by_group=False,
-    ),
+    "rloo_token_kl": Estimator("verlite.algorithms.advantages:rloo_token_kl",
+        reads=("token_level_scores", "reward_clip_range")),
+    "reinforce_plus_plus": Estimator("verlite.algorithms.advantages:reinforce_plus_plus",
+        reads=("gamma",), compares=False, whitens=True, by_group=False),
     "reinforce_plus_plus_baseline": Estimator(
-        "verlite.algorithms.advantages:reinforce_plus_plus_baseline", whitens=True, by_group=False
-    ),
-    "remax": Estimator(
-        "verlite.algorithms.advantages:remax", reads=("reward_baselines", "gamma"), compares=False
-    ),
+        "verlite.algorithms.advantages:reinforce_plus_plus_baseline", whitens=True, by_group=False),
+    "remax": Estimator("verlite.algorithms.advantages:remax", reads=("reward_baselines", "gamma"),
+        compares=False),
     "opo": Estimator("verlite.algorithms.advantages:opo"),
     "gpg": Estimator("verlite.algorithms.advantages:gpg", by_row=True, by_group=False),
-    "optimal_token_baseline": Estimator(
-        "verlite.algorithms.advantages:optimal_token_baseline",
-        reads=("old_log_probs", "sum_pi_squared", "rollout_is_weights", "gamma"),
-    ),
+    "optimal_token_baseline": Estimator("verlite.algorithms.advantages:optimal_token_baseline",
+        reads=("old_log_probs", "sum_pi_squared", "rollout_is_weights", "gamma")),
 }
+# fmt: on
 """algorithm.adv_estimator."""
 
 
@@ -110,48 +87,29 @@ class PolicyLoss:
     """It clips the probability ratio at 1 - clip_low, so clip_low must be at most 1."""
 
 
+# fmt: off
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": PolicyLoss(
-        "verlite.algorithms.losses:vanilla",
-        reads=("clip_low", "clip_high", "clip_c"),
-        ratio_clip=True,
-    ),
-    "gspo": PolicyLoss(
-        "verlite.algorithms.losses:gspo",
-        reads=("clip_low", "clip_high"),
-        aggregation="seq-mean-token-mean",
-        ratio_clip=True,
-    ),
-    "sapo": PolicyLoss(
-        "verlite.algorithms.losses:sapo",
-        reads=("tau_pos", "tau_neg"),
-        aggregation="seq-mean-token-mean",
-    ),
+    "vanilla": PolicyLoss("verlite.algorithms.losses:vanilla",
+        reads=("clip_low", "clip_high", "clip_c"), ratio_clip=True),
+    "gspo": PolicyLoss("verlite.algorithms.losses:gspo", reads=("clip_low", "clip_high"),
+        aggregation="seq-mean-token-mean", ratio_clip=True),
+    "sapo": PolicyLoss("verlite.algorithms.losses:sapo", reads=("tau_pos", "tau_neg"),
+        aggregation="seq-mean-token-mean"),
     "gpg": PolicyLoss("verlite.algorithms.losses:gpg"),
-    "geo_mean": PolicyLoss(
-        "verlite.algorithms.losses:geo_mean",
-        reads=("clip_low", "clip_high"),
-        aggregation="seq-mean-token-mean",
-    ),
+    "geo_mean": PolicyLoss("verlite.algorithms.losses:geo_mean", reads=("clip_low", "clip_high"),
+        aggregation="seq-mean-token-mean"),
     "cispo": PolicyLoss("verlite.algorithms.losses:cispo", reads=("clip_low", "clip_high")),
-    "dppo_tv": PolicyLoss(
-        "verlite.algorithms.losses:dppo_tv", reads=("clip_low", "clip_high", "clip_c")
-    ),
-    "dppo_kl": PolicyLoss(
-        "verlite.algorithms.losses:dppo_kl", reads=("clip_low", "clip_high", "clip_c")
-    ),
-    "clip_cov": PolicyLoss(
-        "verlite.algorithms.losses:clip_cov",
+    "dppo_tv": PolicyLoss("verlite.algorithms.losses:dppo_tv",
+        reads=("clip_low", "clip_high", "clip_c")),
+    "dppo_kl": PolicyLoss("verlite.algorithms.losses:dppo_kl",
+        reads=("clip_low", "clip_high", "clip_c")),
+    "clip_cov": PolicyLoss("verlite.algorithms.losses:clip_cov",
         reads=("clip_low", "clip_high", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-        selector="verlite.algorithms.losses:select_clip_cov",
-        ratio_clip=True,
-    ),
-    "kl_cov": PolicyLoss(
-        "verlite.algorithms.losses:kl_cov",
-        reads=("kl_cov_ratio", "ppo_kl_coef"),
-        selector="verlite.algorithms.losses:select_kl_cov",
-    ),
+        selector="verlite.algorithms.losses:select_clip_cov", ratio_clip=True),
+    "kl_cov": PolicyLoss("verlite.algorithms.losses:kl_cov", reads=("kl_cov_ratio", "ppo_kl_coef"),
+        selector="verlite.algorithms.losses:select_kl_cov"),
 }
+# fmt: on
 """actor_rollout_ref.actor.policy_loss.loss_mode."""
 
 BYPASS_LOSS = "bypass_mode"
@@ -160,14 +118,13 @@ BYPASS_LOSS = "bypass_mode"
 It is not a value of loss_mode.
 """
 
+# fmt: off
 LOSSES: dict[str, PolicyLoss] = {
     **POLICY_LOSSES,
-    BYPASS_LOSS: PolicyLoss(
-        "verlite.algorithms.losses:bypass_mode",
-        reads=("clip_low", "clip_high", "clip_c", "rollout_correction"),
-        ratio_clip=True,
-    ),
+    BYPASS_LOSS: PolicyLoss("verlite.algorithms.losses:bypass_mode",
+        reads=("clip_low", "clip_high", "clip_c", "rollout_correction"), ratio_clip=True),
 }
+# fmt: on
 """Every loss that a plan can name."""
 
 AGGREGATION_MODES = (

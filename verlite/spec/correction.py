@@ -156,65 +156,42 @@ def _band(
     return numbers[0], numbers[1]
 
 
+# fmt: off
 PRESETS: dict[str, RolloutCorrection] = {
     "disabled": RolloutCorrection(),
     "decoupled_token_is": RolloutCorrection("token", 2.0),
     "decoupled_seq_is": RolloutCorrection("sequence", 2.0),
-    "decoupled_seq_is_rs": RolloutCorrection(
-        "sequence", 2.0, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"
-    ),
-    "decoupled_geo_rs": RolloutCorrection(
-        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
-    ),
-    "decoupled_geo_rs_token_tis": RolloutCorrection(
-        "token", 2.0, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
-    ),
+    "decoupled_seq_is_rs": RolloutCorrection("sequence", 2.0, rollout_rs="seq_sum_k1",
+        rollout_rs_threshold="0.5_2.0"),
+    "decoupled_geo_rs": RolloutCorrection(rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.999_1.001"),
+    "decoupled_geo_rs_token_tis": RolloutCorrection("token", 2.0, rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.999_1.001"),
     "decoupled_k3_rs": RolloutCorrection(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01),
-    "decoupled_k3_rs_token_tis": RolloutCorrection(
-        "token", 2.0, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01
-    ),
-    "decoupled_geo_rs_seq_tis": RolloutCorrection(
-        "sequence", 2.0, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
-    ),
-    "decoupled_k3_rs_seq_tis": RolloutCorrection(
-        "sequence", 2.0, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01
-    ),
+    "decoupled_k3_rs_token_tis": RolloutCorrection("token", 2.0, rollout_rs="seq_mean_k3",
+        rollout_rs_threshold=0.01),
+    "decoupled_geo_rs_seq_tis": RolloutCorrection("sequence", 2.0, rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.999_1.001"),
+    "decoupled_k3_rs_seq_tis": RolloutCorrection("sequence", 2.0, rollout_rs="seq_mean_k3",
+        rollout_rs_threshold=0.01),
     "decoupled_token_icepop": RolloutCorrection("token", "0.5_5.0"),
     "icepop": RolloutCorrection("token", "0.5_5.0"),
     "bypass_ppo_clip": RolloutCorrection(bypass_mode=True),
-    "bypass_ppo_clip_geo_rs": RolloutCorrection(
-        bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
-    ),
-    "bypass_ppo_clip_k3_rs": RolloutCorrection(
-        bypass_mode=True, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01
-    ),
+    "bypass_ppo_clip_geo_rs": RolloutCorrection(bypass_mode=True, rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.999_1.001"),
+    "bypass_ppo_clip_k3_rs": RolloutCorrection(bypass_mode=True, rollout_rs="seq_mean_k3",
+        rollout_rs_threshold=0.01),
     "bypass_pg_is": RolloutCorrection("sequence", 2.0, bypass_mode=True, loss_type="reinforce"),
-    "bypass_pg_geo_rs": RolloutCorrection(
-        bypass_mode=True,
-        loss_type="reinforce",
-        rollout_rs="seq_mean_k1",
-        rollout_rs_threshold="0.999_1.001",
-    ),
-    "bypass_pg_geo_rs_token_tis": RolloutCorrection(
-        "token",
-        2.0,
-        bypass_mode=True,
-        loss_type="reinforce",
-        rollout_rs="seq_mean_k1",
-        rollout_rs_threshold="0.999_1.001",
-    ),
-    "bypass_pg_geo_rs_seq_tis": RolloutCorrection(
-        "sequence",
-        2.0,
-        bypass_mode=True,
-        loss_type="reinforce",
-        rollout_rs="seq_mean_k1",
-        rollout_rs_threshold="0.999_1.001",
-    ),
-    "bypass_pg_token_icepop": RolloutCorrection(
-        "token", "0.5_5.0", bypass_mode=True, loss_type="reinforce"
-    ),
+    "bypass_pg_geo_rs": RolloutCorrection(bypass_mode=True, loss_type="reinforce",
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
+    "bypass_pg_geo_rs_token_tis": RolloutCorrection("token", 2.0, bypass_mode=True,
+        loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
+    "bypass_pg_geo_rs_seq_tis": RolloutCorrection("sequence", 2.0, bypass_mode=True,
+        loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
+    "bypass_pg_token_icepop": RolloutCorrection("token", "0.5_5.0", bypass_mode=True,
+        loss_type="reinforce"),
 }
+# fmt: on
 
 
 def settings(config: Any) -> RolloutCorrection:
