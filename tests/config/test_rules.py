@@ -640,17 +640,23 @@ def test_an_own_engine_tells_the_tokens_of_running_requests(material, tmp_path, 
         "class Old:\n    def step(self): ...\n"
         "class Counts:\n    def progress(self): ...\n"
         "class New:\n    def progress(self): ...\n    def so_far(self): ...\n"
+        "class Refuses:\n    def progress(self): ...\n    def so_far(self): ...\n"
+        "    def add(self, request_id, prompt_ids, sampling): ...\n"
+        "class Goes:\n    def progress(self): ...\n    def so_far(self): ...\n"
+        "    def add(self, request_id, prompt_ids, sampling, so_far=None): ...\n"
         "class Heir(Old): ...\n"
     )
     monkeypatch.chdir(tmp_path)
     run = ["trainer.mode=async", "async_training.max_age=0", "trainer.device=cpu"]
-    for name in ("New", "Heir"):
+    for name in ("New", "Heir", "Goes"):
         material.load(*run, f"{ROLLOUT}name=my_engines:{name}")
     material.load(f"{ROLLOUT}name=my_engines:Old")
-    for name, missing in (("Old", "progress and no method so_far"), ("Counts", "so_far")):
-        with pytest.raises(
-            ConfigError, match=f"my_engines:{name}: .*{name} has no method {missing}"
-        ):
+    for name, missing in (
+        ("Old", "no method progress and no method so_far"),
+        ("Counts", "no method so_far"),
+        ("Refuses", "an add without the argument so_far"),
+    ):
+        with pytest.raises(ConfigError, match=f"my_engines:{name}: .*{name} has {missing}"):
             material.load(*run, f"{ROLLOUT}name=my_engines:{name}")
 
 

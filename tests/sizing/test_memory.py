@@ -142,6 +142,27 @@ def test_apart_the_roles_have_their_own_devices(run):
     assert [phase.name for phase in one.memory.groups[1].phases] == ["generation", "sync: load"]
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("sync", 0), ("pipelined", 4 + 4)])
+def test_pipelined_keeps_parameters_and_gradients_on_the_device(run, mode, kept):
+    """Offload frees the 4 GiB of parameters, as large as the gradients, after the update only."""
+    actor = "actor_rollout_ref.actor."
+    found = held(
+        run(
+            80,
+            "cluster.component_placement={actor: 0-3, rollout: 4-7}",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=4",
+            f"trainer.mode={mode}",
+            f"{actor}use_kl_loss=true",
+            f"{actor}fsdp_config.param_offload=true",
+            f"{actor}fsdp_config.optimizer_offload=true",
+        )
+    )
+    assert found["reference log-probs"] == {"actor": kept, "ref": 5}
+    assert found["old log-probs"] == {"actor": 5 + kept // 2, "ref": 4}
+    assert found["checkpoint"] == {"actor": 0, "ref": 4}
+
+
 def test_margin_is_added(run):
     phase = run(80).memory.groups[0].tightest
     assert phase.name == "generation"

@@ -1,6 +1,7 @@
 """Metrics of asynchronous training: hand-worked, and in a simulated run that leaves slow samples
 out."""
 
+import math
 import random
 from heapq import heappop, heappush
 from statistics import fmean
@@ -31,7 +32,7 @@ def test_a_floor_of_the_effective_sample_size_ends_the_run(weights, level):
         config=SimpleNamespace(async_training=settings, trainer=SimpleNamespace(mode="async")),
         plan=SimpleNamespace(correction=RolloutCorrection(rollout_is=weights)),
         step=7,
-        saved_step=5,
+        stop=SimpleNamespace(machine=SimpleNamespace(saved_step=5)),
         metrics={},
     )
     own, other = ("seq", "token") if weights else ("token", "seq")
@@ -46,7 +47,9 @@ def test_a_floor_of_the_effective_sample_size_ends_the_run(weights, level):
     assert "Lower async_training.max_age" in str(caught.value)
     assert "The checkpoint of step 5 is from before it" in str(caught.value)
     assert exit_code(caught.value) == exit_codes.FAILED
-    settings.min_eff_sample_size = None
+    run.metrics[f"{name}_{own}"] = math.nan
+    check_sample_size(run)
+    run.metrics[f"{name}_{own}"], settings.min_eff_sample_size = 0.25, None
     check_sample_size(run)
     run.config.trainer.mode, settings.min_eff_sample_size = "sync", 0.5
     check_sample_size(run)

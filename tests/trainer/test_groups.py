@@ -143,7 +143,7 @@ def test_the_load_of_an_engine_is_that_of_its_process(groups):
     }
     assert groups.metrics(1, 4.0) == {}, "no time has passed"
     groups.loads |= {0: Load(30.0, 16.0, 123.0)}
-    assert groups.metrics(1, 4.0)["async/idle_slots"] == 0.0, "10 samples, as in a validation"
+    assert groups.metrics(1, 4.0)["async/idle_slots"] == 0.0, "more samples than places"
     groups.engines_replaced([1])
     groups.loads |= {0: Load(40.0, 16.0, 123.0), 1: Load(3.0, 2.0, 2.0)}
     assert groups.metrics(1, 4.0)["fully_async/rollouter/idle_ratio"] == 1.0

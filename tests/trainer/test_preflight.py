@@ -435,16 +435,29 @@ def test_check_and_command_say_the_same(
         assert "a run would not start now" in said
 
 
-@pytest.mark.parametrize("kind", [SFT, DPO])
+@pytest.mark.parametrize(
+    ("kind", "typed", "words"),
+    [
+        (RL, "data.max_prompt_length=1", "data.filter_overlong_prompts=True"),
+        (SFT, "data.max_token_len_per_gpu=5", "data.max_token_len_per_gpu=5 has no room"),
+        (DPO, "data.max_token_len_per_gpu=5", "data.max_token_len_per_gpu=5 has no room"),
+    ],
+)
 def test_a_refused_run_says_what_was_found_before(
-    kind: str, made: Path, started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    typed: str,
+    words: str,
+    made: Path,
+    started: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which checkpoint was passed over, when a later check ends the run."""
     monkeypatch.chdir(shutil.copytree(made, tmp_path / "sums"))
     saved()(kind)
     Path("run/global_step_30").mkdir()
-    code, said = printed(MAINS[kind], [*ARGUMENTS[kind], "data.max_token_len_per_gpu=5"])
-    assert code == 2 and "data.max_token_len_per_gpu=5 has no room" in said
+    code, said = printed(MAINS[kind], [*ARGUMENTS[kind], typed])
+    assert code == 2 and words in said
     assert " ".join(said.split()).count("warning: ignored incomplete checkpoint") == 1
 
 

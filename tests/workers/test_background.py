@@ -168,10 +168,14 @@ def test_a_failed_sample_affects_its_row_only(rollout):
 def test_validation_works_meanwhile(rollout):
     rollout.start(requests(["a"], [[5]]))
     rollout.engine.may_finish.add(6)
+    loads = iter([Load(10.0, 1.0, 2.0), Load(14.0, 4.0, 9.0), Load(20.0, 5.0, 12.0)])
+    rollout.engine.load = lambda: next(loads)
     found = rollout.generate(requests(["v"], [[6]], [0.25]), sleep_after=False)
     assert found.batch["raw_scores"].tolist() == [0.25] and "uid" not in found.non_tensor_batch
     rollout.engine.may_finish.add(5)
-    assert summary(rollout.finished(WAIT_S)) == [("a", 0, [5], 0.0)]
+    answer = rollout.finished(WAIT_S)
+    assert summary(answer) == [("a", 0, [5], 0.0)]
+    assert answer.meta_info["load"] == Load(16.0, 2.0, 5.0), "without the validation's 4 s"
 
 
 def test_a_dead_engine_is_raised_after_the_groups_that_had_finished(rollout):

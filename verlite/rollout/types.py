@@ -121,11 +121,19 @@ class Load:
     """What an engine has done since it was started."""
 
     at: float
-    """When, by the clock time.monotonic() of its process."""
+    """When, by a clock in seconds of its process."""
     busy_s: float = 0.0
     """Seconds in generation steps."""
     sample_seconds: float = 0.0
     """Their sum over the samples that each step generated."""
+
+    def since(self, earlier: "Load") -> "Load":
+        """Return what was done after an earlier one, and the time that it took."""
+        return Load(
+            self.at - earlier.at,
+            self.busy_s - earlier.busy_s,
+            self.sample_seconds - earlier.sample_seconds,
+        )
 
 
 class Status(StrEnum):

@@ -233,7 +233,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
     out = console()
     out.quiet = not found.is_first
     display = Display(out, log=stop.log)
-    stop.where = display.where
+    stop.where, found.warn = display.where, display.warn
     with in_run_directory(found, stop), ExitStack() as stack:
         transformers_logging.disable_progress_bar()
         stack.enter_context(process_group(device))
@@ -241,11 +241,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             stack.enter_context(stop.reported_first())
         stack.callback(display.close)
         with display.phase("reading examples"):
-            try:
-                walk(found, FILES, LIBRARIES)
-            finally:  # such as a checkpoint that was passed over, also if the run is refused
-                for text in found.findings.warnings:
-                    display.warn(text)
+            walk(found, FILES, LIBRARIES)
         found.rows.clear()  # they are tokenized
         assert found.total_steps is not None
         total = found.total_steps

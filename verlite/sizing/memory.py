@@ -367,6 +367,13 @@ def _phases(
         return Phase(name, own, margin)
 
     between = 0 if sleeps else awake
+    begun = {}  # trainer.mode=pipelined: the actor has gradients while the others compute
+    gradients = 0
+    if plan.overlaps_gradients and "actor" in trained:
+        actor = measured["actor"]
+        gradients = actor.optimizer // 2  # of each trained parameter; Adam has two moments
+        optimizer = 0 if _offload(roles["actor"]).optimizer_offload else actor.optimizer
+        begun["actor"] = actor.parameters + optimizer + gradients
     phases = []
     if trained:
         in_order = {name: roles[name] for name in ROLES if name in trained}
@@ -378,11 +385,12 @@ def _phases(
         passes = roles[name].passes
         before, update = _NAMES[name]
         if passes.forward is not None:
-            phases.append(phase(before, between, **{name: forward(roles[name], measured[name])}))
+            peak = forward(roles[name], measured[name]) + gradients * (name == "actor")
+            phases.append(phase(before, between, **begun | {name: peak}))
     for name in reversed(trained):
         if roles[name].passes.update is not None:
             update = _NAMES[name][1]
-            phases.append(phase(update, between, **{name: measured[name].update}))
+            phases.append(phase(update, between, **begun | {name: measured[name].update}))
     exporting = 0
     if "actor" in trained:
         optimizer = rest["actor"] - (

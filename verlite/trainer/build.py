@@ -70,8 +70,6 @@ def open_run(launch: Launch) -> Iterator[Run]:
         display.begin(total_steps, state["step"], groups)
         for line in found.findings.seen:
             display.info(line)
-        for text in found.findings.warnings:
-            display.warn(text)
         writer = RetryingWriter(display.warn)
         stack.callback(writer.close)
         record_config(found, launch.config_yaml, writer, display.info)

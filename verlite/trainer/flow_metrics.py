@@ -74,15 +74,14 @@ def load_metrics(before: Mapping[int, Load], now: Mapping[int, Load], places: fl
     Returns:
         fully_async/rollouter/idle_ratio: share of the engines' time without a generation step.
         async/idle_slots: share of the engines' places for samples that were empty, over that time;
-            0 if they had more samples, as in a validation.
+            0 if they had more samples.
     """
-    pairs = [(last, now[engine]) for engine, last in before.items() if engine in now]
-    seconds = sum(new.at - last.at for last, new in pairs)
+    done = [now[engine].since(last) for engine, last in before.items() if engine in now]
+    seconds = sum(one.at for one in done)
     if not seconds:
         return {}
-    busy = sum(new.busy_s - last.busy_s for last, new in pairs)
-    sample_seconds = sum(new.sample_seconds - last.sample_seconds for last, new in pairs)
+    sample_seconds = sum(one.sample_seconds for one in done)
     return {
-        "fully_async/rollouter/idle_ratio": 1 - busy / seconds,
+        "fully_async/rollouter/idle_ratio": 1 - sum(one.busy_s for one in done) / seconds,
         "async/idle_slots": max(0.0, 1 - sample_seconds / (seconds * places)),
     }

@@ -75,7 +75,7 @@ def launched(loaded: Loaded, stop: Stop) -> Iterator[Launch]:
     display = Display(log=stop.log)
     stop.where = display.where
     found = rl_preflight(loaded.config)
-    found.say = display.info
+    found.say, found.warn = display.info, display.warn
     config, plan = found.config, found.plan
     with in_run_directory(found, stop), ExitStack() as stack:
         stack.enter_context(environment(config.ray_kwargs.ray_init.runtime_env.env_vars))

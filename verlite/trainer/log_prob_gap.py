@@ -93,6 +93,9 @@ def _diagnose_gap(t: TensorDict) -> str:
 def check_sample_size(run: Run) -> None:
     """Check the effective sample size of the step, if its old log-probs or its update measured it.
 
+    One that is not a number passes: log-probs are not finite then, which age does not do. The
+    optimizer skips such an update, and `max_nonfinite_updates` limits how many.
+
     Raises:
         FewEffectiveSamples: it is below `async_training.min_eff_sample_size`.
     """
@@ -100,7 +103,7 @@ def check_sample_size(run: Run) -> None:
     level = "seq" if run.plan.correction.rollout_is == "sequence" else "token"
     size = run.metrics.get(f"{EFF_SAMPLE_SIZE}_{level}")
     floor = settings.min_eff_sample_size
-    if run.config.trainer.mode != "async" or size is None or floor is None or size >= floor:
+    if run.config.trainer.mode != "async" or size is None or floor is None or not size < floor:
         return
     saved = run.stop.machine.saved_step
     raise FewEffectiveSamples(

@@ -191,6 +191,9 @@ class Preflight:
     """Whether this is the first of several processes, which writes."""
     say: Callable[[str], None] = print
     """Say at once what the run waits for."""
+    warn: Callable[[str], None] | None = None
+    """Show a warning as soon as its check has ended, also if it failed. None: the findings keep
+    all."""
     on_first_rank: Callable[[Callable[[], Any]], Any] = lambda call: call()
     """Call a function on the first of several processes, and return its result on all."""
 
@@ -255,6 +258,9 @@ def walk(found: Preflight, *phases: str, without: str = "") -> None:
                     unreachable.setdefault(str(error), []).append(name)
                 else:
                     found.findings.add(error)
+            finally:
+                while found.warn is not None and found.findings.warnings:
+                    found.warn(found.findings.warnings.pop(0))
     for reason, names in unreachable.items():
         found.findings.warnings.append(
             f"{reason}. So {', '.join(names)} and what uses them were not tried"

@@ -26,7 +26,7 @@ from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer, Stream
 from verlite.rollout.batched import build_engine
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
-from verlite.rollout.types import Sampling, Status, Trajectory
+from verlite.rollout.types import Load, Sampling, Status, Trajectory
 from verlite.spec.roles import RolloutSpec
 from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.transport import Export, Offer
@@ -72,6 +72,8 @@ class RolloutWorker(Worker):
 
     _background: Background[DataProto] | None = None
     """Samples the groups of `start`, with environments of its own."""
+    _apart = Load(0.0)
+    """What the engine did in `generate`, which is not for those groups: validations."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.spec = spec
@@ -110,6 +112,7 @@ class RolloutWorker(Worker):
         """
         columns = requests.non_tensor_batch
         decoded = [DecodedResponse()] * len(requests)
+        load = self.engine.load().since(self._apart)
         with self.scorer.stream() as rewards:
 
             def on_finished(row: int, trajectory: Trajectory) -> None:
@@ -125,6 +128,7 @@ class RolloutWorker(Worker):
             began = time.monotonic()
             results = rewards.results()
             waited_s = time.monotonic() - began
+        self._apart = self.engine.load().since(load)
         results |= {row: t.score for row, t in enumerate(trajectories) if t.score is not None}
         return as_columns(
             trajectories, decoded, results, waited_s, self._multi_turn, self._programs
@@ -184,7 +188,8 @@ class RolloutWorker(Worker):
         Returns:
             The columns of `generate`, `uid`, and `sample_index`: the row's place in its group. 0
             rows if there are none. Rows of a group are in the order of `start`; groups in the order
-            in which they finished. meta_info: `load`, what the engine has done.
+            in which they finished. meta_info: `load`, what the engine has done
+            outside of `generate`.
 
         Raises:
             EngineError: as `start`.
@@ -196,7 +201,7 @@ class RolloutWorker(Worker):
         for one in groups:
             del self._samples[one.non_tensor_batch["uid"][0]]
         answer = DataProto.concat(groups or [self._as_group([], [], [], [], 0.0)])
-        return answer.with_meta(load=self.engine.load())
+        return answer.with_meta(load=self.engine.load().since(self._apart))
 
     @register("all")
     def running(self) -> DataProto:

@@ -96,13 +96,16 @@ def own_engine(context: Context) -> Iterator[Problem]:
         if not isinstance(node, ast.ClassDef) or node.name != name or node.bases:
             continue
         defined = _defined(node.body)
-        missing = [method for method in ("progress", "so_far") if method not in defined]
+        missing = [f"no method {one}" for one in ("progress", "so_far") if one not in defined]
+        adds = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "add"]
+        if adds and not adds[-1].args.vararg and len(adds[-1].args.args) < 5:
+            missing.append("an add without the argument so_far")
         if missing:
             yield Problem(
                 key,
                 value,
                 f"trainer.mode={context.trainer.mode} asks an engine for the tokens of its running "
-                f"requests, and {name} has no method {' and no method '.join(missing)}",
+                f"requests, and goes on with them; {name} has {' and '.join(missing)}",
                 "Add what is missing as in verlite.rollout.batched.Core, or use trainer.mode=sync.",
             )
 
