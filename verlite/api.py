@@ -276,9 +276,9 @@ def train(
             with stop:
                 code = command.run(loaded, command.train_rl, stop)
         except KeyboardInterrupt:
-            if stop.requested in (None, "SIGINT"):
+            if stop.machine.requested in (None, "SIGINT"):
                 raise
-            code = stop.exit_code
+            code = stop.machine.exit_code
     return Result(run_dir, "finished" if code == DONE else "stopped", code)
 
 

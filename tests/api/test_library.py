@@ -292,7 +292,7 @@ def test_every_interrupt_of_an_embedded_run_raises():
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        assert stop.requested == "SIGINT"
+        assert stop.machine.requested == "SIGINT"
 
 
 def test_lost_ray_is_raised_in_the_main_thread_of_an_embedded_run(tmp_path):
@@ -304,4 +304,4 @@ def test_lost_ray_is_raised_in_the_main_thread_of_an_embedded_run(tmp_path):
             thread.start()
             thread.join()
             time.sleep(5)
-        assert stop.code == 76
+        assert stop.machine.code == 76

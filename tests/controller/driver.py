@@ -39,10 +39,10 @@ def main(run_dir: str, end: str) -> None:
             stop.tell(Machine.step_finished)
             with stop:
                 print(cluster.run_id, flush=True)
-                while not stop.requested:
+                while not stop.machine.requested:
                     worker.sleep(0.1)
                 worker.sleep(1.5)  # Ray and the worker stay, longer than a death takes to be seen
-            print("saved after", stop.requested)
+            print("saved after", stop.machine.requested)
             return
         print(cluster.run_id, flush=True)
         worker.sleep(1000)

@@ -288,10 +288,10 @@ stop.tell(Machine.step_wanted)
 stop.tell(Machine.step_finished)
 with stop:
     print("ready", flush=True)
-    while not stop.requested:
+    while not stop.machine.requested:
         time.sleep(0.05)
     time.sleep(0.5)
     print("saving", flush=True)
-    pathlib.Path(sys.argv[1]).write_text(f"{stop.requested}, saved")
+    pathlib.Path(sys.argv[1]).write_text(f"{stop.machine.requested}, saved")
 sys.exit(75)
 """

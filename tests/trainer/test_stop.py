@@ -69,7 +69,7 @@ try:
             {cleanup}
 except KeyboardInterrupt:
     print(stop.message())
-    sys.exit(stop.exit_code)
+    sys.exit(stop.machine.exit_code)
 """
 
 STOP_LINE = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
@@ -92,7 +92,7 @@ CASES = {
     ),
     "Ctrl-C": ("send(signal.SIGINT)", "pass", INTERRUPTED, f"{INTERRUPT_LINE}\n"),
     "SIGTERM with an unsaved step": (
-        SAVE + "time.sleep(2.5); unsaved.clear(); print('saved', stop.requested)",
+        SAVE + "time.sleep(2.5); unsaved.clear(); print('saved', stop.machine.requested)",
         "pass",
         0,
         f"SIGTERM{DEFERRED}{NOT_SAVED}saved SIGTERM\n",
@@ -123,7 +123,7 @@ CASES = {
         "            if not child: os.write(writer, b'1'); time.sleep(30)\n"
         "            os.read(reader, 1); os.kill(child, signal.SIGTERM)\n"
         "            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-        "            time.sleep(1.5); print(stop.requested)",
+        "            time.sleep(1.5); print(stop.machine.requested)",
         "pass",
         0,
         "-15\nNone\n",
@@ -169,7 +169,7 @@ def test_an_ignored_hangup_stays_ignored():
     try:
         with Stop(embedded=True) as stop:
             signal.raise_signal(signal.SIGHUP)
-            assert stop.requested is None
+            assert stop.machine.requested is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -346,7 +346,7 @@ def test_the_cause_is_written_before_the_cleanup_which_changes_nothing(stop, tmp
     at_cleanup = []
 
     def fail():
-        at_cleanup.append((read(tmp_path)["message"], capsys.readouterr().err, stop.code))
+        at_cleanup.append((read(tmp_path)["message"], capsys.readouterr().err, stop.machine.code))
         raise ValueError("the cleanup fails, too")
 
     with pytest.raises(ValueError) as caught, ExitStack() as stack:
@@ -417,7 +417,7 @@ def test_a_stop_is_said_before_the_cleanup(stop, tmp_path, capsys):
     line = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
     assert capsys.readouterr().err == f"{line}\n"
     assert line in (tmp_path / "logs" / "driver.log").read_text()
-    assert stop.code == 75
+    assert stop.machine.code == 75
 
 
 HANGS = """

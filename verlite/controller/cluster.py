@@ -71,7 +71,6 @@ class Cluster:
     py_executable: str | None = None
     _guardian: "subprocess.Popen[bytes] | None" = None
     _guardian_stops: InARow = field(default_factory=InARow)
-    _watch: DaemonWatch | None = None
     _environment_before: dict[str, str | None] = field(default_factory=dict)
 
     def __enter__(self) -> "Cluster":
@@ -95,11 +94,12 @@ class Cluster:
         self.supervisor.node_watch.stop()
         if self.heartbeats is not None:
             self.heartbeats.stop()
-        if self._watch is not None:
-            self._watch.stop()
+        daemons = self.supervisor.daemon_watch
+        if daemons is not None:
+            daemons.stop()
         try:
             # Calls into Ray may hang when one of its processes is lost.
-            if self.supervisor.ray_is_lost() or not ray.is_initialized():
+            if (daemons and daemons.lost) or not ray.is_initialized():
                 # At exit Ray would make its folder again, which the guardian has removed by then.
                 atexit.unregister(ray.shutdown)
                 return
@@ -277,12 +277,11 @@ def connect(
         _environment_before=environment_before,
     )
     _current = cluster
-    cluster._watch = DaemonWatch(
+    cluster.supervisor.daemon_watch = DaemonWatch(
         _local_daemons if local else lambda: _joined_daemons(cluster.address),
         on_lost,
         lambda: cluster._check_guardian(mark, private_dir, warn),
     )
-    cluster.supervisor.daemon_watch = cluster._watch
     atexit.register(cluster.shutdown, graceful=False)
     return cluster
 
@@ -335,13 +334,7 @@ def bounded(function: Callable[[], object], seconds: float) -> bool:
 def lost_ray() -> RayLost | None:
     """Return the error about a lost process of Ray here, which explains other errors. Else None."""
     watch = None if _current is None else _current.supervisor.daemon_watch
-    if watch is None:
-        return None
-    try:
-        watch.check()
-    except RayLost as error:
-        return error
-    return None
+    return None if watch is None else watch.check()
 
 
 def current() -> Cluster | None:

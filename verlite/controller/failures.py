@@ -45,6 +45,8 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """Messages of a RuntimeError that a collective raises when another rank has failed."""
+CONSEQUENCES = ("WorkerNotBuilt", "OwnerDiedError", "ObjectLostError", "TransportError")
+"""Exceptions that only follow from another worker's failure."""
 ACTOR_FILE = "verlite/controller/worker_actor.py"
 """Stack frames outside the worker's own code start in this file."""
 
@@ -152,17 +154,12 @@ class Cause:
         Examples: a collective lost its peer; the trainer stopped sending weights; the worker that
         stored a column has died.
         """
-        if self.type_name is None:
-            return False
-        if self.type_name in ("WorkerNotBuilt", "OwnerDiedError", "ObjectLostError"):
-            return True
-        if self.type_name.startswith("Dist"):
-            return True
-        if self.type_name == "TransportError":
-            return True
-        if self.type_name == "WeightSyncError":
+        name = self.type_name or ""
+        if name == "WeightSyncError":
             return "TransportError" in self.message
-        return self.type_name == "RuntimeError" and LOST_PEER.search(self.message) is not None
+        if name == "RuntimeError":
+            return LOST_PEER.search(self.message) is not None
+        return name.startswith("Dist") or name in CONSEQUENCES
 
     @property
     def ended(self) -> bool:

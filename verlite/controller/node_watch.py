@@ -130,13 +130,12 @@ class DaemonWatch:
         """End the thread."""
         self._ended.set()
 
-    def check(self) -> None:
-        """Raise RayLost if a daemon is lost. Looks at the processes now."""
+    def check(self) -> RayLost | None:
+        """Look at the processes now. Return the error to raise if one is lost."""
         if self.lost is None and not self._ended.is_set():
             self._look(counts=False)
-        if self.lost is not None:
-            self.raised = True
-            raise self.lost
+        self.raised = self.lost is not None
+        return self.lost
 
     def _run(self) -> None:
         polls = 0

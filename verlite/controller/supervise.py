@@ -21,7 +21,6 @@ from verlite.controller.failures import (
     NODE_LOST,
     Cause,
     RankDied,
-    RayLost,
     cause_of_exception,
     cause_of_ray_error,
     node_lost,
@@ -381,10 +380,6 @@ class Supervisor:
             self.stop_all()
         raise error from exception
 
-    def ray_is_lost(self) -> bool:
-        """Whether a process of Ray on this machine is lost, so that calls into Ray may hang."""
-        return self.daemon_watch is not None and self.daemon_watch.lost is not None
-
     def _look_around(self) -> None:
         """Raise if something ends the wait: see `before_poll`, RayLost, NodeLost."""
         self.before_poll()
@@ -394,13 +389,10 @@ class Supervisor:
     def _raise_if_ray_lost(self) -> None:
         """Raise RayLost if a process of Ray on this machine is lost. The guardian ends the workers,
         because Ray may not."""
-        if self.daemon_watch is None:
-            return
-        try:
-            self.daemon_watch.check()
-        except RayLost as error:
+        error = None if self.daemon_watch is None else self.daemon_watch.check()
+        if error is not None:
             self.failure = error
-            raise
+            raise error
 
     def _raise_if_node_lost(self) -> None:
         """Stop all workers and raise NodeLost if a node or the head cannot be reached any more."""

@@ -112,11 +112,11 @@ def train_rl(loaded: "LoadedConfig[Any]", stop: Stop) -> int:
 
 def _leave_interrupted(stop: Stop, is_first: bool) -> NoReturn:
     """Say that a signal has ended the command, unless that was said, and end the process."""
-    if stop.code is None and is_first:
+    if stop.machine.code is None and is_first:
         console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
     sys.stdout.flush()
     # sys.exit would wait for threads, such as one that imports torch or one in a collective.
-    os._exit(stop.exit_code)
+    os._exit(stop.machine.exit_code)
 
 
 def run_as_program(main: Callable[[], int]) -> NoReturn:

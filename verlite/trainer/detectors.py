@@ -16,8 +16,8 @@ from typing import Any
 from verlite.config.schema import DetectConfig
 
 Metrics = Mapping[str, float | None]
-Detector = Callable[[Metrics, Sequence[Metrics], DetectConfig], str | None]
-"""(metrics of the step, those of earlier steps in order, thresholds) -> text, None if all is well.
+Detector = Callable[[Metrics, Sequence[Metrics], float], str | None]
+"""(metrics of the step, those of earlier steps in order, threshold) -> text, None if all is well.
 A threshold of None turns a detector off."""
 
 WARNINGS = "warnings.jsonl"
@@ -91,7 +91,8 @@ class Detectors:
         }
         if self._limits.enable:
             for name, detector in DETECTORS.items():
-                text = detector(metrics, self._history, self._limits)
+                limit = getattr(self._limits, name)
+                text = None if limit is None else detector(metrics, self._history, limit)
                 patience = self._limits.patience
                 if last and name == "no_signal":
                     patience = min(patience, self._steps)
@@ -175,11 +176,8 @@ USED = {f"{SCORE}/mean", *RANGE, ENTROPY, GAP, LENGTH, FORMAT, *MEMORY}
 """Metrics of earlier steps that a detector reads, besides those of validation."""
 
 
-def no_signal(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def no_signal(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """No score differs from another, so that advantages are zero."""
-    limit = limits.no_signal
-    if limit is None:
-        return None
     # gdpo compares the parts of the reward, which may differ although the scores are equal.
     parts = [key.removesuffix("/min") for key in now if re.fullmatch(r"gdpo/.+/min", key)]
     compared = parts or [SCORE]
@@ -213,10 +211,10 @@ def no_signal(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
     return None
 
 
-def cut_share(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def cut_share(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Many responses end at the length limit."""
     share = now.get(CUT)
-    if limits.cut_share is None or share is None or share < limits.cut_share:
+    if share is None or share < limit:
         return None
     return (
         f"{share:.0%} of the responses are cut at data.max_response_length, mostly before their "
@@ -225,10 +223,10 @@ def cut_share(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
     )
 
 
-def prompts_cut(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def prompts_cut(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Many prompts lose a part."""
     share = now.get(PROMPTS_CUT)
-    if limits.prompts_cut is None or share is None or share < limits.prompts_cut:
+    if share is None or share < limit:
         return None
     return (
         f"{share:.0%} of the prompts are cut at data.max_prompt_length, so the policy does not see "
@@ -236,12 +234,12 @@ def prompts_cut(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -
     )
 
 
-def entropy_low(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def entropy_low(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy has nearly stopped exploring."""
     entropy, start = now.get(ENTROPY), _start(before, ENTROPY)
-    if limits.entropy_low is None or entropy is None or start is None:
+    if entropy is None or start is None:
         return None
-    if entropy >= limits.entropy_low * start:
+    if entropy >= limit * start:
         return None
     return (
         f"the entropy is {entropy:.2g} nats per token, from {start:.2g} at the start: samples of a "
@@ -250,10 +248,10 @@ def entropy_low(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -
     )
 
 
-def entropy_floor(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def entropy_floor(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy hardly explores, whatever its entropy was at the start."""
     entropy = now.get(ENTROPY)
-    if limits.entropy_floor is None or entropy is None or entropy >= limits.entropy_floor:
+    if entropy is None or entropy >= limit:
         return None
     return (
         f"the entropy is {entropy:.2g} nats per token: nearly every sample of a prompt is the same "
@@ -262,12 +260,12 @@ def entropy_floor(now: Metrics, before: Sequence[Metrics], limits: DetectConfig)
     )
 
 
-def entropy_high(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def entropy_high(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy becomes random."""
     entropy, start = now.get(ENTROPY), _start(before, ENTROPY)
-    if limits.entropy_high is None or entropy is None or start is None:
+    if entropy is None or start is None:
         return None
-    if entropy <= start + limits.entropy_high:
+    if entropy <= start + limit:
         return None
     return (
         f"the entropy is {entropy:.2g} nats per token, from {start:.2g} at the start: the policy "
@@ -275,12 +273,10 @@ def entropy_high(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) 
     )
 
 
-def kl(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def kl(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy runs away from the old or the reference policy."""
-    if limits.kl is None:
-        return None
     values = {key: value for key in KLS if (value := now.get(key)) is not None}
-    far = {key: value for key, value in values.items() if abs(value) > limits.kl}
+    far = {key: value for key, value in values.items() if abs(value) > limit}
     if not far:
         return None
     key, value = max(far.items(), key=lambda item: abs(item[1]))
@@ -290,12 +286,12 @@ def kl(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | N
     )
 
 
-def gap(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def gap(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Trainer and rollout engine compute more and more different log-probs."""
     value, start = now.get(GAP), _start(before, GAP)
-    if limits.gap is None or value is None or start is None:
+    if value is None or start is None:
         return None
-    if value < 0.01 or value < limits.gap * start:
+    if value < 0.01 or value < limit * start:
         return None
     return (
         f"the log-prob gap between trainer and rollout engine is {value:.2g}, from {start:.2g} at "
@@ -304,10 +300,10 @@ def gap(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | 
     )
 
 
-def eff_sample_size(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def eff_sample_size(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Few tokens decide the update: the weights that sampled are too different."""
     size = now.get(SAMPLE_SIZE) if AGE in now else None
-    if limits.eff_sample_size is None or size is None or size >= limits.eff_sample_size:
+    if size is None or size >= limit:
         return None
     return (
         f"the effective sample size is {size:.2g} of a step's tokens: the weights that sampled and "
@@ -317,12 +313,12 @@ def eff_sample_size(now: Metrics, before: Sequence[Metrics], limits: DetectConfi
     )
 
 
-def length_bias(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def length_bias(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The responses that are trained are not as long as those that were sampled."""
     distance, chance = now.get(LENGTHS), now.get(LENGTHS_CHANCE)
-    if limits.length_bias is None or distance is None or chance is None:
+    if distance is None or chance is None:
         return None
-    if distance <= max(limits.length_bias, chance):
+    if distance <= max(limit, chance):
         return None
     return (
         f"the lengths of trained and of sampled responses differ: {distance:.2g} "
@@ -331,13 +327,13 @@ def length_bias(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -
     )
 
 
-def idle(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def idle(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Trainer and engines wait for each other."""
     trainer, engines = now.get(TRAINER_IDLE), now.get(ENGINES_IDLE)
     step = now.get(STEP_TIME)
-    if limits.idle is None or trainer is None or engines is None or not step:
+    if trainer is None or engines is None or not step:
         return None
-    least = max(limits.idle, 1.0 / step)
+    least = max(limit, 1.0 / step)
     if trainer > least:
         return (
             f"the trainer waits for samples in {trainer:.0%} of a step's time. Give the engines "
@@ -353,14 +349,12 @@ def idle(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str |
     return None
 
 
-def hacking(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def hacking(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The training score rises while the held-out score falls.
 
     Both are means over SMOOTHED validations, and a fall must exceed the held-out score's noise:
     the best of many validations of few prompts is far above their mean.
     """
-    if limits.hacking is None:
-        return None
     steps = [*before, now]
     spread = _spread(steps)
     for key in sorted({key for metrics in steps for key in metrics if _is_validation(key)}):
@@ -377,9 +371,9 @@ def hacking(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> st
         best = max(range(len(held_out)), key=lambda number: held_out[number])
         jumps = [abs(b[0] - a[0]) for a, b in itertools.pairwise(found)]
         noise = statistics.fmean(jumps) / math.sqrt(SMOOTHED)
-        least = limits.hacking * (spread if "/reward/" in key else 1.0)
+        least = limit * (spread if "/reward/" in key else 1.0)
         fall, rise = held_out[best] - held_out[-1], score_then[-1] - score_then[best]
-        if fall >= max(least, NOISE * noise) and rise >= limits.hacking * spread:
+        if fall >= max(least, NOISE * noise) and rise >= limit * spread:
             return (
                 f"the score rose from {score_then[best]:.3g} to {score_then[-1]:.3g} while {key} "
                 f"fell from {held_out[best]:.3g} to {held_out[-1]:.3g} (means of {SMOOTHED} "
@@ -442,12 +436,10 @@ RISE = 0.1
 """Rise of the score within the window, as a share of its range, that may come from a trick."""
 
 
-def hacking_length(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def hacking_length(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The score rises while responses become much longer within a few steps."""
-    if limits.hacking_length is None:
-        return None
     change = _change(now, before, LENGTH)
-    if change is None or change.rise < RISE or change.now < limits.hacking_length * change.before:
+    if change is None or change.rise < RISE or change.now < limit * change.before:
         return None
     return (
         f"the score rose from {change.score_before:.3g} to {change.score_now:.3g} while responses "
@@ -457,12 +449,10 @@ def hacking_length(now: Metrics, before: Sequence[Metrics], limits: DetectConfig
     )
 
 
-def hacking_format(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def hacking_format(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The score rises while fewer samples are well-formed."""
-    if limits.hacking_format is None:
-        return None
     change = _change(now, before, FORMAT)
-    if change is None or change.rise < RISE or change.before - change.now < limits.hacking_format:
+    if change is None or change.rise < RISE or change.before - change.now < limit:
         return None
     return (
         f"the score rose from {change.score_before:.3g} to {change.score_now:.3g} while the share "
@@ -472,10 +462,10 @@ def hacking_format(now: Metrics, before: Sequence[Metrics], limits: DetectConfig
     )
 
 
-def reward_errors(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def reward_errors(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The reward function fails on some samples."""
     rate = now.get(ERRORS)
-    if limits.reward_errors is None or rate is None or rate <= limits.reward_errors:
+    if rate is None or rate <= limit:
         return None
     return (
         f"the reward failed for {rate:.0%} of the samples, which are left out of training. Try "
@@ -483,10 +473,10 @@ def reward_errors(now: Metrics, before: Sequence[Metrics], limits: DetectConfig)
     )
 
 
-def nonfinite(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def nonfinite(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Updates are skipped because a loss or gradient is not finite."""
     share = now.get(NONFINITE)
-    if limits.nonfinite is None or share is None or share <= limits.nonfinite:
+    if share is None or share <= limit:
         return None
     return (
         f"{share:.0%} of the updates are skipped because their gradient is not finite. Lower the "
@@ -494,31 +484,31 @@ def nonfinite(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
     )
 
 
-def waiting(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def waiting(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Most of a step is spent waiting for rewards or tools."""
     step = now.get(STEP_TIME)
-    if limits.waiting is None or not step:
+    if not step:
         return None
     for key, what, remedy in (
         (REWARD_TIME, "rewards", "Make the reward function faster, or give it more processes"),
         (TOOL_TIME, "the tools of one sample", "Add servers: retriever.url takes a list"),
     ):
         seconds = now.get(key)
-        if seconds is not None and seconds > max(1.0, limits.waiting * step):
+        if seconds is not None and seconds > max(1.0, limit * step):
             return f"{seconds:.0f} of {step:.0f} s of a step are spent waiting for {what}. {remedy}"
     return None
 
 
-def straggler(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def straggler(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """One rank keeps the others of its role waiting."""
     step = now.get(STEP_TIME)
-    if limits.straggler is None or not step:
+    if not step:
         return None
     late = {key: seconds for key in now if key.startswith(STRAGGLER) and (seconds := now[key])}
     if not late:
         return None
     key, seconds = max(late.items(), key=lambda item: item[1])
-    if seconds <= max(1.0, limits.straggler * step):
+    if seconds <= max(1.0, limit * step):
         return None
     return (
         f"the slowest rank of the role {key.removeprefix(STRAGGLER)} works {seconds:.0f} s longer "
@@ -527,17 +517,15 @@ def straggler(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
     )
 
 
-def memory(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+def memory(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The memory of a process grows and grows."""
-    if limits.memory is None:
-        return None
     for key in MEMORY:
         value = now.get(key)
         values = [found for metrics in before if (found := metrics.get(key)) is not None]
         if value is None or len(values) < 2 * START:
             continue
         start = values[START]
-        if start and value > limits.memory * start and value > start + 1:
+        if start and value > limit * start and value > start + 1:
             return (
                 f"{key} is {value:.1f} GB, from {start:.1f} GB at step {START + 1} of this "
                 "process. Look for lists that grow in your reward function or environment"
@@ -546,25 +534,12 @@ def memory(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str
 
 
 DETECTORS: dict[str, Detector] = {
-    "no_signal": no_signal,
-    "cut_share": cut_share,
-    "prompts_cut": prompts_cut,
-    "entropy_low": entropy_low,
-    "entropy_floor": entropy_floor,
-    "entropy_high": entropy_high,
-    "kl": kl,
-    "gap": gap,
-    "eff_sample_size": eff_sample_size,
-    "length_bias": length_bias,
-    "idle": idle,
-    "hacking": hacking,
-    "hacking_length": hacking_length,
-    "hacking_format": hacking_format,
-    "reward_errors": reward_errors,
-    "nonfinite": nonfinite,
-    "waiting": waiting,
-    "straggler": straggler,
-    "memory": memory,
+    detector.__name__: detector
+    for detector in (
+        *(no_signal, cut_share, prompts_cut, entropy_low, entropy_floor, entropy_high),
+        *(kl, gap, eff_sample_size, length_bias, idle, hacking, hacking_length),
+        *(hacking_format, reward_errors, nonfinite, waiting, straggler, memory),
+    )
 }
 """By the key of the threshold."""
 

@@ -114,21 +114,6 @@ class Stop:
         self._is_handling = False
         self._wakeup: socket.socket | None = None
 
-    @property
-    def requested(self) -> str | None:
-        """Name of the first signal, or what else asked for the stop, or None."""
-        return self.machine.requested
-
-    @property
-    def code(self) -> int | None:
-        """The exit code once it is decided, else None."""
-        return self.machine.code
-
-    @property
-    def exit_code(self) -> int:
-        """The decided exit code, or that of a process that was asked to stop."""
-        return self.machine.exit_code
-
     def begin(self, run_dir: Path) -> None:
         """Start the driver's log and run.json in a locked run directory, and remove the error of an
         earlier run."""
@@ -204,8 +189,8 @@ class Stop:
 
     def message(self) -> str:
         """Return the line that says what ended the run, where, and the last checkpoint."""
-        interrupted = self.requested in (INTERRUPT, None)
-        what = "interrupted" if interrupted else f"stopped by {self.requested}"
+        interrupted = self.machine.requested in (INTERRUPT, None)
+        what = "interrupted" if interrupted else f"stopped by {self.machine.requested}"
         return f"{what} {self.interrupted_at}".rstrip() + f". {self.last_checkpoint()}"
 
     def last_checkpoint(self) -> str:
@@ -253,7 +238,7 @@ class Stop:
             The code that was decided first. Later ones are ignored.
         """
         commands = self._decide(Machine.ended, code)
-        decided = self.exit_code
+        decided = self.machine.exit_code
         if commands:
             if say is not None:
                 within(limits.LAST_WORDS_S, say)
@@ -281,7 +266,7 @@ class Stop:
         except StepAborted:
             raise
         except KeyboardInterrupt:
-            if self.code is None:
+            if self.machine.code is None:
                 self.decide(None, self._print_stop)
                 self.log(self.message())
             raise
@@ -299,7 +284,7 @@ class Stop:
         For a main thread that may hang. The guardian cleans up. Does nothing if the end is decided.
         An embedded run gets the error in the main thread instead.
         """
-        if self.code is not None:
+        if self.machine.code is not None:
             return
         text = mask_urls(f"\nerror: {error}\n")
         code = self._report(error, lambda code: None if self.embedded else write_error(text))
@@ -312,10 +297,10 @@ class Stop:
     def _report(self, error: BaseException, say: Callable[[int], None]) -> int:
         from verlite.trainer.errors import exit_code
 
-        if self.code is not None:
+        if self.machine.code is not None:
             if error is not self._reported:  # several contexts see the same error
                 self.log(mask_urls(f"while ending: {type(error).__name__}: {error}"))
-            return self.code
+            return self.machine.code
         self._reported = error
         code = exit_code(error)
         decided = self.decide(code, lambda: say(code))
@@ -407,7 +392,7 @@ class Stop:
         elif self._lost is not None:
             error, self._lost = self._lost, None
             raise error
-        elif self.embedded and number == signal.SIGINT and self.requested is not None:
+        elif self.embedded and number == signal.SIGINT and self.machine.requested is not None:
             raise KeyboardInterrupt
         else:
             for command in self._decide(Machine.asked, signal.Signals(number).name):
