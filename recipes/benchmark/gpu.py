@@ -271,6 +271,7 @@ def update(results: Results, device_name: str, name: str) -> None:
             )
             del trainer
         found.clear()
+        row("offload and onload", 20, lambda: moved(engine_of(name, device, offload=True)))
         for what, needs, option in (
             ("update without recomputation", 20, {"enable_gradient_checkpointing": False}),
             ("update, compiled", 45, {"use_torch_compile": True}),
@@ -279,7 +280,6 @@ def update(results: Results, device_name: str, name: str) -> None:
                 results.write(what, {"skipped": "takes minutes on a CPU"})
                 continue
             row(what, needs, lambda option=option: updates(engine_of(name, device, **option)))
-        row("offload and onload", 20, lambda: moved(engine_of(name, device, offload=True)))
 
 
 def kernels(trainer: TrainEngine, batch: DataProto, cut: MicroBatching) -> dict[str, Any]:
@@ -471,6 +471,7 @@ def parts_of(device: str) -> dict[str, Part]:
         check("checkpoint", 15, 60),
         check("adapters", 15, 60),
         check("plan", 15, 60),
+        check("compiled", 45, 150),
         check("vllm", 60, 300),
         Part("1.5b-vllm", 320, generation, (device, shape("1.5b"), "vllm"), 120),
     ]

@@ -6,7 +6,8 @@ a GPU has: pinned memory, freed device memory, the varlen kernel.
 
 Errors are relative: those of attention to the largest expected value, those of gradients to the
 norm, mean gaps of log-probs and values to their standard deviation. Limits of half precisions are
-about three times what the same dtype shows on a CPU.
+about three times what the same dtype shows on a CPU; those of two updates, three times what an H200
+shows, because Adam's first step turns the rounding of a tiny gradient into a whole step.
 """
 
 import asyncio
@@ -240,17 +241,23 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def allocated_mib(device: torch.device) -> float:
     """Return the memory of live tensors on the GPU."""
-    gc.collect()
-    torch.cuda.synchronize(device)
+    _settle(device)
     return torch.cuda.memory_allocated(device) / 2**20
 
 
 def used_mib(device: torch.device) -> float:
     """Return the GPU's memory in use, by whatever allocator."""
-    gc.collect()
-    torch.cuda.synchronize(device)
+    _settle(device)
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return (total - free) / 2**20
+
+
+def _settle(device: torch.device) -> None:
+    """Free what no tensor uses, and the workspaces that matrix products keep: 65 MiB on an H200."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def rows(sequences: int, longest: int) -> DataProto:
@@ -354,6 +361,10 @@ def training(check: Checks) -> None:
         train_checks(check, head, expected, right, steps)
     sums = check.engine("cpu", trained=False)
     check("sum of squared probabilities, float32", 1e-4, lambda: sum_gap(check, sums))
+
+
+def compiled(check: Checks) -> None:
+    """Compiled layers against layers that are not. Compiling takes a minute or more."""
     check("compiled layers, gradients, float32", 1e-3, lambda: compiled_gap(check))
 
 
@@ -390,7 +401,7 @@ def train_checks(
                 return max(mean_gap(found[name], expected[name], mask) for name in expected)
 
             check(f"{head} passes, {dtype}, {layout}", limit, passes)
-    limits = {"float32": (1e-3, 1e-4), "bfloat16": (0.15, 0.03)}
+    limits = {"float32": (1e-3, 3e-4), "bfloat16": (0.15, 0.1)}
     for dtype, (gradient_limit, step_limit) in limits.items():
 
         def trained(dtype: str = dtype) -> TrainEngine:
@@ -746,11 +757,10 @@ def engine_checks(check: Checks, name: str, dtype: str) -> None:
 
     def asleep_device() -> float:
         check.need_cuda()
-        awake = used_mib(check.device) - device_before
         built.sleep()
         asleep = used_mib(check.device) - device_before
         sync()
-        return asleep / awake
+        return asleep
 
     def grown() -> float:
         check.need_cuda()
@@ -776,7 +786,8 @@ def engine_checks(check: Checks, name: str, dtype: str) -> None:
         check(f"{name} {dtype}, wrong weights accepted", 0, refused)
         check(f"{name} {dtype}, gap after the repair", gap_limit, new_weights)
         check(f"{name} {dtype}, MiB of tensors while asleep", 1, asleep_tensors)
-        check(f"{name} {dtype}, share of its memory held while asleep", 0.3, asleep_device)
+        # Kernels that the engine has loaded, vLLM's CUDA graphs.
+        check(f"{name} {dtype}, MiB of the device held while asleep", 512, asleep_device)
         check(f"{name} {dtype}, MiB grown over three syncs", 64, grown)
     finally:
         built.close()
@@ -982,6 +993,7 @@ GROUPS: dict[str, Callable[[Checks], None]] = {
     "checkpoint": checkpoint,
     "adapters": adapters,
     "plan": planned,
+    "compiled": compiled,
     "vllm": partial(engines, name="vllm"),
 }
 

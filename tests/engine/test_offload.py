@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from verlite.engine import offload
 
@@ -44,3 +47,16 @@ def test_memory_is_exact_and_places_do_not_overlap() -> None:
     again = host.offload({name: tensor + 1 for name, tensor in host.onload(away).items()})
     assert all(torch.equal(again[name], t + 1) for name, t in tensors.items())
     assert again["c"].data_ptr() == away["c"].data_ptr()
+
+
+def test_a_shard_of_a_mesh_on_other_devices_stays_in_host_memory() -> None:
+    """On GPUs copies of shards went back to the mesh's devices, and offload freed nothing."""
+    mesh = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size([6, 2]), (2, 1), torch.float32)
+    spec = DTensorSpec(mesh, (Shard(0),), meta)
+    shard = DTensor(torch.arange(12.0).view(6, 2), spec, requires_grad=False)
+    host = offload.HostMemory(torch.device("cpu"))
+    away = host.offload({"a": shard})["a"]
+    assert isinstance(away, DTensor) and away.placements == (Shard(0),) and away.shape == (6, 2)
+    assert torch.equal(away.to_local(), shard.to_local())
+    assert away.to_local().data_ptr() == host._places["a"].data_ptr()

@@ -85,9 +85,9 @@ def test_gpu_script_runs_on_a_bare_machine(script, tmp_path):
         "update",
         "kernels",
         "log-probs",
+        "offload and onload",
         "update without recomputation",
         "update, compiled",
-        "offload and onload",
         "process",
     ]
     bad = {

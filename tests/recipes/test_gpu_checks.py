@@ -42,7 +42,8 @@ def named(rows, status):
 GROUPS = [
     ("attention", 18, 1),
     ("fingerprints", 20, 0),
-    ("training", 21, 1),
+    ("training", 21, 0),
+    ("compiled", 0, 1),
     ("memory", 5, 4),
     ("plan", 0, 2),
     ("checkpoint", 6, 0),

@@ -104,14 +104,8 @@ def _like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return `local` as this rank's part of a tensor that is sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    # DTensor.from_local would copy it to the device of the mesh.
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def _synchronize(device: torch.device) -> None:
