@@ -29,25 +29,17 @@ app = typer.Typer(
 class Listen:
     """Where a service listens, and who may use it."""
 
-    host: Annotated[
-        str, Option(help="Address to listen on. By default only this machine can connect.")
-    ] = "127.0.0.1"
+    # fmt: off
+    host: Annotated[str, Option(
+        help="Address to listen on. By default only this machine can connect.")] = "127.0.0.1"
     port: Annotated[int, Option(min=0, max=65535, help="0: any free port.")] = 8000
-    allow_host: Annotated[
-        tuple[str, ...],
-        Option(
-            metavar="NAME",
-            help="Host name that clients may use, besides this machine's (repeat for several). "
-            "With a token any name will do.",
-        ),
-    ] = ()
-    token_env: Annotated[
-        str | None,
-        Option(
-            metavar="NAME", help="Environment variable with the token that clients have to send."
-        ),
-    ] = None
+    allow_host: Annotated[tuple[str, ...], Option(metavar="NAME",
+        help="Host name that clients may use, besides this machine's (repeat for several). With "
+        "a token any name will do.")] = ()
+    token_env: Annotated[str | None, Option(metavar="NAME",
+        help="Environment variable with the token that clients have to send.")] = None
     token_file: Annotated[str | None, Option(metavar="FILE", help="File with that token.")] = None
+    # fmt: on
 
     def reserve(self) -> tuple["socket.socket", str | None]:
         """Return a bound socket and the token. Print the problem and exit if there is one.

@@ -23,33 +23,28 @@ STEPS = 20
 class GivenCosts:
     """Costs that replace those of the run or of the roofline."""
 
-    decode_step_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Seconds of an engine's decode step.")
-    ] = None
-    decode_sample_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Seconds more for each running sample.")
-    ] = None
-    prefill_token_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Seconds of an engine for each token of a prompt.")
-    ] = None
-    update_token_s: Annotated[
-        Seconds, typer.Option(metavar="S", help="Device-seconds of training passes for each token.")
-    ] = None
-    update_s: Annotated[
-        Seconds,
-        typer.Option(metavar="S", help="Seconds of training in each step, beside its tokens."),
-    ] = None
+    # fmt: off
+    decode_step_s: Annotated[Seconds, typer.Option(metavar="S",
+        help="Seconds of an engine's decode step.")] = None
+    decode_sample_s: Annotated[Seconds, typer.Option(metavar="S",
+        help="Seconds more for each running sample.")] = None
+    prefill_token_s: Annotated[Seconds, typer.Option(metavar="S",
+        help="Seconds of an engine for each token of a prompt.")] = None
+    update_token_s: Annotated[Seconds, typer.Option(metavar="S",
+        help="Device-seconds of training passes for each token.")] = None
+    update_s: Annotated[Seconds, typer.Option(metavar="S",
+        help="Seconds of training in each step, beside its tokens.")] = None
     sync_s: Annotated[Seconds, typer.Option(metavar="S", help="Seconds of a weight sync.")] = None
-    reward_s: Annotated[
-        Seconds,
-        typer.Option(metavar="S", help="Seconds from a prompt's last sample to its scores."),
-    ] = None
+    reward_s: Annotated[Seconds, typer.Option(metavar="S",
+        help="Seconds from a prompt's last sample to its scores.")] = None
+    # fmt: on
 
 
 @dataclass(frozen=True)
 class GivenSamples:
     """Samples of a run that does not exist yet."""
 
+    # fmt: off
     response_length: Annotated[
         str | None,
         typer.Option(
@@ -58,21 +53,13 @@ class GivenSamples:
             "quantiles. Default: lognormal, a quarter of data.max_response_length and all of it.",
         ),
     ] = None
-    prompt_length: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Default: half of data.max_prompt_length."),
-    ] = None
-    tool_latency: Annotated[
-        str | None,
-        typer.Option(
-            metavar="S",
-            help='Seconds of a tool call, as --response-length: "p50=0.5 p98=1 p100=60".',
-        ),
-    ] = None
-    tool_calls: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of each sample. Default: 1 with --tool-latency, else 0."),
-    ] = None
+    prompt_length: Annotated[int | None, typer.Option(metavar="TOKENS", min=1,
+        help="Default: half of data.max_prompt_length.")] = None
+    tool_latency: Annotated[str | None, typer.Option(metavar="S",
+        help='Seconds of a tool call, as --response-length: "p50=0.5 p98=1 p100=60".')] = None
+    tool_calls: Annotated[int | None, typer.Option(min=0,
+        help="Of each sample. Default: 1 with --tool-latency, else 0.")] = None
+    # fmt: on
 
 
 @from_data_classes
