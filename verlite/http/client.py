@@ -35,54 +35,6 @@ from verlite.files import one_line, parse_foreign_json
 from verlite.masking import display
 from verlite.spec.roles import ServiceSpec
 
-
-class TokenError(ValueError):
-    """A token cannot be read or used. The message has the remedy and never the token."""
-
-
-def token_of_variable(name: str, key: str) -> str:
-    """Return the token in an environment variable. `key` is the setting that names the variable.
-
-    Raises:
-        TokenError: the variable is not set or its value is not a token.
-    """
-    value = os.environ.get(name)
-    if value is None:
-        raise TokenError(
-            f"{key}={name}: this environment variable is not set in this process. Set it where "
-            "the process starts; ray_kwargs.ray_init.runtime_env.env_vars reaches all workers"
-        )
-    return _checked(value, f"{key}={name}: this environment variable")
-
-
-def token_of_file(path: str, key: str) -> str:
-    """Return the token in a file, without white space around it.
-
-    Raises:
-        TokenError: the file cannot be read or its text is not a token.
-    """
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise TokenError(f"{key}={path}: the file cannot be read: {reason}") from None
-    return _checked(text, f"{key}={path}: the file")
-
-
-def _checked(text: str, where: str) -> str:
-    token = text.strip()
-    if not token:
-        raise TokenError(f"{where} has no token; write one, such as the output of openssl rand")
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise TokenError(f"{where} has characters that a token cannot have; use letters and digits")
-    return token
-
-
-# HTTP connections for many requests at once.
-#
-# httpx looks at all connections of a client when a request begins and when one ends. With hundreds
-# of requests that takes longer than the requests themselves, so here each httpx client has few.
-
 CONNECT_S = 2.0
 KEEP_ALIVE_S = 3.0
 """Seconds for which an idle connection is kept: less than servers do (uvicorn: 5)."""
@@ -492,3 +444,51 @@ class Client:
         server.failures += 1
         if server.failures >= PAUSE_AFTER:
             server.paused_until = time.monotonic() + PAUSE_S
+
+
+class TokenError(ValueError):
+    """A token cannot be read or used. The message has the remedy and never the token."""
+
+
+def token_of_variable(name: str, key: str) -> str:
+    """Return the token in an environment variable. `key` is the setting that names the variable.
+
+    Raises:
+        TokenError: the variable is not set or its value is not a token.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        raise TokenError(
+            f"{key}={name}: this environment variable is not set in this process. Set it where "
+            "the process starts; ray_kwargs.ray_init.runtime_env.env_vars reaches all workers"
+        )
+    return _checked(value, f"{key}={name}: this environment variable")
+
+
+def token_of_file(path: str, key: str) -> str:
+    """Return the token in a file, without white space around it.
+
+    Raises:
+        TokenError: the file cannot be read or its text is not a token.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise TokenError(f"{key}={path}: the file cannot be read: {reason}") from None
+    return _checked(text, f"{key}={path}: the file")
+
+
+def _checked(text: str, where: str) -> str:
+    token = text.strip()
+    if not token:
+        raise TokenError(f"{where} has no token; write one, such as the output of openssl rand")
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise TokenError(f"{where} has characters that a token cannot have; use letters and digits")
+    return token
+
+
+# HTTP connections for many requests at once.
+#
+# httpx looks at all connections of a client when a request begins and when one ends. With hundreds
+# of requests that takes longer than the requests themselves, so here each httpx client has few.

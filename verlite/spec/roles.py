@@ -1,4 +1,5 @@
-"""What the roles of a run need to know: one frozen class per role, and the parts that they share.
+"""What the roles of a run need to know: one frozen class per role, the parts that they share, and
+how prompts are read.
 
 `verlite.config.compile` makes them from the configuration. A worker gets its own role's and nothing
 else, so a test or a simulation of a worker starts from it alone. Every value is final: null and
