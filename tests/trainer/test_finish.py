@@ -145,8 +145,11 @@ def test_a_step_is_given_up_only_before_its_first_update(tmp_path, events, monke
 def test_a_stop_during_validation_saves_the_step_without_its_result(tmp_path, events, monkeypatch):
     run = fake_run(tmp_path, trainer={"save_freq": -1, "test_freq": 1})
     ended = stoppable(run, monkeypatch)
+    looks = []
+    run.groups = SimpleNamespace(look=looks.append)
 
     def validate(run):
+        assert looks == [run.rollout]
         run.stop.tell(Machine.asked, "SIGTERM")
         run.tell(Machine.polled)  # as a wait for workers does
 

@@ -397,9 +397,7 @@ def test_a_stop_looks_at_the_running_samples_before_the_engines_end(groups, engi
     assert engines.calls == ["running", "stop"] and list(groups.running) == [4]
 
 
-def test_a_look_replaces_the_one_before_but_not_what_waits_to_go_on(
-    groups, engines, tmp_path, monkeypatch
-):
+def test_a_look_replaces_what_an_engine_said_before_it(groups, engines, tmp_path, monkeypatch):
     groups.running = {4: looked_at(4, 2)}
     again, *_ = open_again(monkeypatch, *save(groups, tmp_path))
     engines.supervisor.rows = [looked_at(5, 2)]
@@ -408,6 +406,9 @@ def test_a_look_replaces_the_one_before_but_not_what_waits_to_go_on(
     again.flow.published()
     again.flow.assign()
     again.begun(4)
+    again.look(engines)
+    assert sorted(again.running) == [5]
+    engines.supervisor.rows = []  # no engine answers
     again.look(engines)
     assert sorted(again.running) == [5]
     again.engines_replaced([0])

@@ -42,6 +42,8 @@ def finish_step(run: Run, batch: DataProto) -> None:
     records = keep_samples(run, batch)
     following = run.tell(Machine.step_measured)
     if following is Do.VALIDATE:
+        if run.groups is not None:  # at a stop during the validation the engines cannot say it
+            run.groups.look(run.rollout)
         with suppress(StepAborted):  # the step is saved without its result
             run.metrics.update(validate(run))
         following = run.tell(Machine.validated)

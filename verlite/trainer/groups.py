@@ -13,7 +13,6 @@ import torch
 from verlite.control import limits
 from verlite.control.flow import (
     Flow,
-    State,
     check_entries,
     check_flow_state,
     flow_state_at,
@@ -135,16 +134,14 @@ class Groups:
     def look(self, engines: RolloutWorker) -> None:
         """Ask the engines what the running samples have so far, for a checkpoint.
 
-        Engines that do not answer in time, or have died, are left out: the next call notices them.
-        After the engines were ended, what they last said stays.
+        What an engine said before stays if it does not answer in time, as in a validation, or was
+        ended. The next call notices one that has died.
         """
         workers = worker_group.group(engines)
         if not any(worker in workers.supervisor.workers for worker in workers.workers):
             return
         call = worker_group.submit(engines.running)
         answers = workers.supervisor.answers_within(call, limits.ENGINES_LOOK_S)
-        waiting = [n for n in self.running if self.flow.groups[n].state is State.QUEUED]
-        self.running = {number: self.running[number] for number in waiting}
         for rows in answers:
             uids = rows.non_tensor_batch["uid"]
             for uid in dict.fromkeys(uids):
