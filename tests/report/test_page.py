@@ -365,7 +365,7 @@ def test_a_browser_shows_the_requests_of_an_agent_program(tmp_path):
         "id": [7] * len(mask),
         "text": [str(i % 10) for i in range(len(mask))],
         "sampled": mask,
-        "advantage": 0.5,
+        "advantage": [0.5] * 10 + [0.25] * 4 + [1.0] * 3,
     }
     sample = {name: PROGRAM[name] for name in ("requests", "agent_log", "transcript")}
     run_dir = make_run(tmp_path / "run", tokens=tokens, **sample)

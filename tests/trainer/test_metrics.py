@@ -34,11 +34,12 @@ def scored_batch(**more) -> DataProto:
     )
 
 
-def test_agents_are_cut_by_status_because_their_rows_have_several_branches():
-    batch = scored_batch()
-    assert batch_metrics(batch, 2, 1)["response_length/clip_ratio"] == 0.75
-    batch = batch.with_non_tensor(session=object_array([{}] * 4))
-    assert batch_metrics(batch, 2, 1)["response_length/clip_ratio"] == 0.25
+def test_a_row_is_cut_if_one_of_its_branches_is():
+    batch = scored_batch()  # 3, 1, 2 and 0 tokens
+    assert batch_metrics(batch, 2, 2)["response_length/clip_ratio"] == 0.5
+    branches = object_array([[(1, 1), (1, 0)], [(1, 1)], [(1, 1), (0, 2), (1, 0)], [(2, 1)]])
+    batch = batch.with_non_tensor(branches=branches)
+    assert batch_metrics(batch, 2, 2)["response_length/clip_ratio"] == 0.25
 
 
 def test_batch_metrics_equal_hand_computed_values():

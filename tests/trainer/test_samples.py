@@ -118,6 +118,18 @@ def test_details_of_tokens():
     assert records[1]["tokens"]["advantage"] == 1.25 and records[1]["tokens"]["text"] == ["b"]
 
 
+def test_advantages_have_the_credit_of_their_tokens():
+    credit = [np.array([0.5, 0, 2], np.float32), np.array([1], np.float32)]
+    records: list[dict] = [{}, {}]
+    add_tokens(records, token_batch().with_non_tensor(credit=object_array(credit)), OneLetter())
+    assert records[0]["tokens"]["advantage"] == [-0.25, 0.0, -1.0]
+    assert records[1]["tokens"]["advantage"] == 1.25
+    batch = text_batch().with_non_tensor(credit=object_array(credit))
+    content = samples.as_parquet(SimpleNamespace(tokenizer=OneLetter()), batch)
+    first, second = pq.read_table(io.BytesIO(content)).to_pylist()
+    assert first["advantages"] == [-0.25, 0.0, -1.0] and second["advantages"] == [1.25]
+
+
 def text_batch() -> DataProto:
     """The rows of `token_batch` as they are at the end of a step."""
     texts = {

@@ -15,6 +15,7 @@ import torch
 from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics, quantiles, summarize
+from verlite.protocol.ragged import BRANCHES
 from verlite.rollout.types import Status
 
 
@@ -36,9 +37,11 @@ def batch_metrics(
     lengths = t["response_length"]
     prompts = t["prompt_length"]
     status = batch.non_tensor_batch["status"]
-    # The response of an agent program's sample may have the tokens of several branches.
-    by_length = (lengths >= max_response_length).numpy()
-    cut = status == Status.LENGTH if "session" in batch.non_tensor_batch else by_length
+    longest = lengths
+    if BRANCHES in batch.non_tensor_batch:  # one of them may have reached the limit
+        rows = batch.non_tensor_batch[BRANCHES]
+        longest = torch.tensor([max(map(sum, row)) - 1 for row in rows])
+    cut = longest >= max_response_length
     metrics = {
         **summarize("critic/score", t["scores"][valid]),
         **quantiles("critic/score", t["scores"][valid]),
@@ -46,7 +49,7 @@ def batch_metrics(
         **summarize("critic/rewards", t["rewards"][valid]),
         **summarize("response_length", lengths),
         **quantiles("response_length", lengths),
-        "response_length/clip_ratio": cut.mean().item(),
+        "response_length/clip_ratio": cut.double().mean().item(),
         "response/aborted_ratio": (lengths == 0).double().mean().item(),
         **summarize("response_length_non_aborted", lengths[lengths > 0]),
         **summarize("num_turns", t["num_turns"]),

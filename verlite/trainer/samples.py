@@ -27,6 +27,8 @@ _TOKEN_FIELDS = {
 }
 """Columns with one number per response token, and their names in the sample log. Both names of a
 log-prob are verl's: the rollout engine's, and the trainer's before the step's updates."""
+_CREDIT = "credit"
+"""Column of the factor of an agent program's advantages."""
 TOKENS_PER_STEP = 16_384
 """Response tokens of a step whose details are kept, about 50 bytes each. They are those of the
 first samples in the file that fit."""
@@ -135,7 +137,9 @@ def add_tokens(
         How many more tokens the limit allows.
     """
     stored = [name for name in _TOKEN_FIELDS if name in rows.non_tensor_batch]
-    columns = fetch(rows, ["response_ids", *stored], lost_as_none=True).non_tensor_batch
+    names = ["response_ids", *stored, _CREDIT]
+    names = [name for name in names if name in rows.non_tensor_batch]
+    columns = fetch(rows, names, lost_as_none=True).non_tensor_batch
     numbers = rows.tensors()
     left = TOKENS_PER_STEP if limit is None else limit
     for row, record in enumerate(records):
@@ -155,9 +159,18 @@ def add_tokens(
                 values = numbers[name][row].numpy()
             else:
                 continue
+            if name == "advantages":
+                values = _credited(values, columns, row)
             tokens[key] = _compact(values, name)
         record["tokens"] = tokens
     return left
+
+
+def _credited(values: np.ndarray, columns: Mapping[str, Any], row: int) -> np.ndarray:
+    """Return the advantages [R] or [1] that the policy's update had."""
+    credit = columns[_CREDIT][row] if _CREDIT in columns else None
+    is_one = credit is None or np.isin(credit, (0, 1)).all()  # 0: not the model's tokens
+    return values if is_one else values * np.asarray(credit)
 
 
 def _compact(values: np.ndarray, name: str) -> str | float | list[float]:
@@ -202,7 +215,8 @@ def as_parquet(run: Run, batch: DataProto) -> bytes:
     }
     fields = ["response_ids", *_TOKEN_FIELDS]
     stored = [name for name in fields if name in batch.non_tensor_batch]
-    fetched = fetch(batch, stored, lost_as_none=True).non_tensor_batch
+    own = [name for name in (*stored, _CREDIT) if name in batch.non_tensor_batch]
+    fetched = fetch(batch, own, lost_as_none=True).non_tensor_batch
     numbers = batch.tensors()
     for name in fields:
         if name in stored:
@@ -212,6 +226,11 @@ def as_parquet(run: Run, batch: DataProto) -> bytes:
             columns[name] = [
                 None if ids is None else np.broadcast_to(row, len(ids))
                 for row, ids in zip(values, columns["response_ids"], strict=True)
+            ]
+        if name == "advantages" and name in columns:
+            columns[name] = [
+                None if values is None else _credited(np.asarray(values), fetched, row)
+                for row, values in enumerate(columns[name])
             ]
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, compression="zstd")

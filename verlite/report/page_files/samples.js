@@ -62,7 +62,7 @@ function tokenText(sample, coloring, largest) {
   const tokens = sample.tokens;
   const values = tokenValues(tokens, coloring);
   const text = element("p", { class: "text response mono" });
-  const starts = branchStarts(sample.requests ?? []);
+  const { starts } = placesOf(sample.requests ?? []);
   tokens.text.forEach((piece, i) => {
     if (starts.has(i)) text.append(element("span", { class: "label branch" }, starts.get(i)));
     let color = null;
@@ -84,13 +84,15 @@ function tokenText(sample, coloring, largest) {
 
 // The requests of an agent program as a tree: under each those that continue it.
 function requestGraph(requests, advantage) {
+  const { firsts } = placesOf(requests);
   const list = () => element("ul", { class: "requests" });
   const root = list(), nodes = new Map();
   requests.forEach((request, i) => {
     const words = [`turn ${i + 1}`];
     if (request.root && request.root !== "first") words.push(`${request.root} conversation`);
     words.push(`${request.given} given`, `${request.sampled} sampled`);
-    if (typeof advantage === "number") words.push(`advantage ${format(advantage * request.credit)}`);
+    const own = Array.isArray(advantage) ? advantage[firsts[i]] : advantage;
+    if (own !== undefined) words.push(`advantage ${format(own)}`);
     else if (request.credit !== 1) words.push(`advantage x ${format(request.credit)}`);
     const item = element("li", {}, words.join(", "));
     const parent = nodes.get(request.parent);
@@ -101,17 +103,18 @@ function requestGraph(requests, advantage) {
   return root;
 }
 
-// The first response token of each branch but the first, and what it is called.
-function branchStarts(requests) {
-  const starts = new Map();
+// In the response tokens: the first of each branch but the first, with its name, and the first that each request sampled.
+function placesOf(requests) {
+  const starts = new Map(), firsts = [];
   let at = 0, before = requests[0]?.branch;
   requests.forEach((request, i) => {
     if (request.branch !== before) { starts.set(at, `branch ${request.branch + 1}, turn ${i + 1}`); at += request.context; }
     else if (i) at += request.given;
+    firsts.push(at);
     at += request.sampled;
     before = request.branch;
   });
-  return starts;
+  return { starts, firsts };
 }
 
 function swatch(color, label) {
