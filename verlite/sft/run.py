@@ -372,12 +372,7 @@ def _write(run: Run) -> None:
         told.append(folder)
         of_first_rank(folder)
         run.engine.save(folder / ROLE)
-        seen = len(list(folder.glob(f"{ROLE}/rng_rank_*.json")))
-        if seen != run.ranks:
-            raise OSError(
-                f"{run.ranks} ranks wrote to trainer.default_local_dir, but the first one sees the "
-                f"files of {seen}: it must be one folder that all nodes share"
-            )
+        saving.check_ranks(folder / ROLE, run.ranks, "the first one")
 
     if run.rank == 0:
         try:

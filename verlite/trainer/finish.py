@@ -194,10 +194,4 @@ def save_workers(run: Run, folder: Path) -> None:
         errors = [error for error in workers.save(str(folder / role)) if error]
         if errors:
             raise OSError(errors[0])
-        written = len(run.plan.placement[role])
-        seen = len(list(folder.glob(f"{role}/rng_rank_*.json")))
-        if seen != written:
-            raise OSError(
-                f"{written} ranks of the {role} wrote to trainer.default_local_dir, but the driver "
-                f"sees the files of {seen}: it must be one folder that all nodes share"
-            )
+        saving.check_ranks(folder / role, len(run.plan.placement[role]), "the driver")

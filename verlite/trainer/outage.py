@@ -16,7 +16,7 @@ from verlite.trainer.stages.weights import call_engines
 
 def waits_for_services(run: Run) -> bool:
     """Return whether a generation is repeated after an outage."""
-    return _waits_for_tools(run) or _waits_for_rewards(run)
+    return any(_limits(run))
 
 
 def generate_with_retry(run: Run, requests: DataProto) -> DataProto:
@@ -42,13 +42,12 @@ def wait_for_services(run: Run, batch: DataProto) -> bool:
     return following is Do.RESAMPLE
 
 
-def _waits_for_tools(run: Run) -> bool:
-    return run.env_factory is not None and run.config.retriever.outage_wait_s > 0
-
-
-def _waits_for_rewards(run: Run) -> bool:
-    reward = run.config.reward
-    return scores_remotely(reward) and reward.remote.outage_wait_s > 0
+def _limits(run: Run) -> tuple[float, float]:
+    """Return how long to wait for the tools, and for the reward service; 0: not at all."""
+    config = run.config
+    tools_s = config.retriever.outage_wait_s if run.env_factory is not None else 0.0
+    rewards_s = config.reward.remote.outage_wait_s if scores_remotely(config.reward) else 0.0
+    return tools_s, rewards_s
 
 
 def _find_outage(
@@ -56,25 +55,19 @@ def _find_outage(
 ) -> tuple[Outage | None, Callable[[], Sequence[str | None]]]:
     """Return the outage, and what checks the service: it returns one reason or None per worker,
     from the worker's own machine."""
-    config = run.config
-    if _waits_for_tools(run):
+    config, (tools_s, rewards_s) = run.config, _limits(run)
+    if tools_s > 0:
         failures = tool_failures(batch)
         if len(failures) / len(batch) > config.actor_rollout_ref.rollout.max_error_rate:
-            outage = Outage(
-                "tools", _lost(batch, "tools", failures), config.retriever.outage_wait_s
-            )
-            return outage, run.rollout.tool_health
-    if _waits_for_rewards(run):
+            lost = f"{len(failures)} of {len(batch)} samples lost their tools ({failures[0]})"
+            return Outage("tools", lost, tools_s), run.rollout.tool_health
+    if rewards_s > 0:
         failures = _reward_failures(batch)
         scored = int((batch.non_tensor_batch["status"] != Status.ERROR).sum())
         if len(failures) / max(1, scored) > config.reward.max_error_rate:
-            lost, limit_s = _lost(batch, "rewards", failures), config.reward.remote.outage_wait_s
-            return Outage("reward service", lost, limit_s), run.rollout.reward_health
+            lost = f"{len(failures)} of {len(batch)} samples lost their rewards ({failures[0]})"
+            return Outage("reward service", lost, rewards_s), run.rollout.reward_health
     return None, list
-
-
-def _lost(batch: DataProto, what: str, failures: list[str]) -> str:
-    return f"{len(failures)} of {len(batch)} samples lost their {what} ({failures[0]})"
 
 
 def _reward_failures(batch: DataProto) -> list[str]:

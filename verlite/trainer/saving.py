@@ -111,6 +111,19 @@ def save(
     return following
 
 
+def check_ranks(folder: Path, ranks: int, reader: str) -> None:
+    """Raise OSError unless a role's folder has the files of all its ranks.
+
+    reader: which process looks.
+    """
+    seen = len(list(folder.glob("rng_rank_*.json")))
+    if seen != ranks:
+        raise OSError(
+            f"{ranks} ranks of the {folder.name} wrote to trainer.default_local_dir, but {reader} "
+            f"sees the files of {seen}: it must be one folder that all nodes share"
+        )
+
+
 def finalize(
     run: Saving,
     save: Callable[[], Command | None],
