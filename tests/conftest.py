@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not process and not slow" or collection_path.suffix != ".py":
         return None
     return bool(WHOLE_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
+
+
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """End the runs that a failed test has left in its folder, with their Ray."""
+    runs = sys.modules.get("tests.trainer.runs")
+    folder = getattr(node, "funcargs", {}).get("tmp_path")
+    if runs and folder:
+        for process in runs.processes_of(folder):
+            process.kill()

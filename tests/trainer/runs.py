@@ -211,13 +211,18 @@ def one_thread(patch: pytest.MonkeyPatch) -> None:
     patch.delenv(threads.OURS)  # the tests' own choice, which a run divides anew
 
 
-def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Return all live processes of a run. An environment variable identifies them."""
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return all live processes of the runs in a folder, which may be the directory of one run.
+
+    An environment variable identifies them.
+    """
     found = []
     for process in psutil.process_iter():
         try:
+            run_dir = process.environ().get(MARK)
             if (
-                process.environ().get(MARK) == str(run_dir)
+                run_dir is not None
+                and Path(run_dir).is_relative_to(folder)
                 and process.status() != psutil.STATUS_ZOMBIE
             ):
                 found.append(process)
