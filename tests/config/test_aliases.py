@@ -447,14 +447,11 @@ def test_accepted_without_effect(material, untouched, typed):
 
 
 REFUSED = [
-    (f"{ACTOR}strategy=megatron", "only fsdp or fsdp2 is accepted"),
     (f"{ROLLOUT}mode=batch", "only sync or async is accepted"),
     (f"{ROLLOUT}do_sample=False", "only true is accepted"),
-    (f"{ROLLOUT}multi_turn.enable=True", "max_turns"),
     (f"{ROLLOUT}multi_turn.max_assistant_turns=3", "max_turns"),
     ("reward_model.enable=True", "custom_reward_function.path"),
     ("reward_model.reward_manager=limited", "naive or dapo or prime or batch or gdpo is accepted"),
-    (f"{ACTOR}megatron.tensor_model_parallel_size=2", "FSDP2"),
     ("data.image_key=pictures", "text only"),
     ("reward.reward_manager.name=remote", "lists of one sample"),
     (f"{ROLLOUT}data_parallel_size=2", "only 1 is accepted"),

@@ -292,14 +292,6 @@ def test_unusual_sampling_and_loss_settings_have_notes(material):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (f"{KL} {REWARD_KL}", "counts twice"),
-        (f"{KL} {ACTOR}kl_loss_coef=0", "has no influence"),
-        (f"{KL} {ACTOR}kl_loss_type=k1", "the expected gradient of this estimator is 0"),
-        (f"{REWARD_KL} algorithm.kl_ctrl.kl_coef=0", "has no influence"),
-        (
-            f"{GRPO} algorithm.filter_groups.enable=true",
-            "set trainer.total_training_steps for an exact length",
-        ),
         (f"{REWARD_KL} algorithm.kl_penalty=k1+", "a reward has no gradient"),
         (f"algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2", "is rloo with clipped advantages"),
         (
