@@ -20,69 +20,40 @@ PACKAGE = "verlite.compat"
 _LOOP = "verl.experimental.reward_loop"
 _MANAGERS = f"{_LOOP}.reward_manager"
 
-MODULES: dict[str, str] = {
-    "verl": f"{PACKAGE}.top",
-    "verl.protocol": f"{PACKAGE}.top",
-    "verl.tools": f"{PACKAGE}.tools",
-    "verl.tools.base_tool": f"{PACKAGE}.tools",
-    "verl.tools.gsm8k_tool": f"{PACKAGE}.tools",
-    "verl.tools.sandbox_fusion_tools": f"{PACKAGE}.tools",
-    "verl.tools.schemas": f"{PACKAGE}.tools",
-    "verl.tools.tool_registry": f"{PACKAGE}.tools",
-    "verl.utils": f"{PACKAGE}.utils",
-    **dict.fromkeys(
-        (
-            _LOOP,
-            _MANAGERS,
-            *(f"{_MANAGERS}.{name}" for name in ("base", "dapo", "naive", "registry")),
-        ),
-        f"{PACKAGE}.loop_managers",
-    ),
-    "verl.workers.reward_manager": f"{PACKAGE}.managers",
-    **{
-        f"verl.workers.reward_manager.{name}": f"{PACKAGE}.managers"
-        for name in ("abstract", "batch", "dapo", "naive", "prime", "registry")
-    },
-    "verl.experimental.dataset.sampler": f"{PACKAGE}.datasets",
-    "verl.utils.dataset": f"{PACKAGE}.datasets",
-    "verl.utils.dataset.rl_dataset": f"{PACKAGE}.datasets",
-    "verl.utils.fs": f"{PACKAGE}.utils",
-    "verl.utils.hdfs_io": f"{PACKAGE}.utils",
-    "verl.utils.import_utils": f"{PACKAGE}.utils",
-    "verl.utils.py_functional": f"{PACKAGE}.utils",
-    "verl.utils.ray_utils": f"{PACKAGE}.utils",
-    "verl.utils.rollout_trace": f"{PACKAGE}.utils",
-    "verl.utils.tokenizer": f"{PACKAGE}.utils",
-    "verl.utils.model": f"{PACKAGE}.tensors",
-    "verl.utils.torch_functional": f"{PACKAGE}.tensors",
-    "verl.utils.reward_score": f"{PACKAGE}.scores",
-    **{
-        f"verl.utils.reward_score.{name}": f"{PACKAGE}.scores:{part}"
-        for name, part in (
-            ("gsm8k", "gsm8k"),
-            ("prime_code", "code"),
-            ("prime_code.testing_util", "code"),
-            ("sandbox_fusion", "code"),
-            ("sandbox_fusion.utils", "code"),
-            ("search_r1_like_qa_em", "search_r1_like_qa_em"),
-        )
-    },
-    **{
-        f"verl.utils.reward_score.{name}": f"{PACKAGE}.math_scores:{part}"
-        for name, part in (
-            ("geo3k", "geo3k"),
-            ("math", "math_reward"),
-            ("math_batch", "math_batch"),
-            ("math_dapo", "math_dapo"),
-            ("math_reward", "math_reward"),
-            ("math_verify", "math_verify"),
-            ("prime_math", "prime_math"),
-            ("prime_math.grader", "prime_math"),
-        )
-    },
+PLACES = {
+    "top": "verl verl.protocol",
+    "tools": "verl.tools verl.tools.{base_tool,gsm8k_tool,schemas,tool_registry} "
+    "verl.tools.sandbox_fusion_tools",
+    "loop_managers": f"{_LOOP} {_MANAGERS} {_MANAGERS}.{{base,dapo,naive,registry}}",
+    "managers": "verl.workers.reward_manager "
+    "verl.workers.reward_manager.{abstract,batch,dapo,naive,prime,registry}",
+    "datasets": "verl.experimental.dataset.sampler "
+    "verl.utils.dataset verl.utils.dataset.rl_dataset",
+    "utils": "verl.utils verl.utils.{fs,hdfs_io,import_utils,py_functional,ray_utils,tokenizer} "
+    "verl.utils.rollout_trace",
+    "tensors": "verl.utils.{model,torch_functional}",
+    "scores": "verl.utils.reward_score",
+    "scores:gsm8k": "verl.utils.reward_score.gsm8k",
+    "scores:code": "verl.utils.reward_score.{prime_code,sandbox_fusion} "
+    "verl.utils.reward_score.{prime_code.testing_util,sandbox_fusion.utils}",
+    "scores:search_r1_like_qa_em": "verl.utils.reward_score.search_r1_like_qa_em",
+    "math_scores:geo3k": "verl.utils.reward_score.geo3k",
+    "math_scores:math_reward": "verl.utils.reward_score.{math,math_reward}",
+    "math_scores:math_batch": "verl.utils.reward_score.math_batch",
+    "math_scores:math_dapo": "verl.utils.reward_score.math_dapo",
+    "math_scores:math_verify": "verl.utils.reward_score.math_verify",
+    "math_scores:prime_math": "verl.utils.reward_score.{prime_math,prime_math.grader}",
 }
-"""Module of verl -> the module that takes its place. Behind a colon: the beginning of the functions
-there that are called otherwise than in verl."""
+"""Module here -> those of verl that it takes the place of. Behind a colon: the beginning of the
+functions that are called otherwise than in verl."""
+MODULES = {
+    start + name: f"{PACKAGE}.{place}"
+    for place, texts in PLACES.items()
+    for text in texts.split()
+    for start, _, names in [text.rstrip("}").partition("{")]
+    for name in names.split(",")
+}
+"""Module of verl -> the module that takes its place."""
 
 
 MISSING: dict[str, str] = {
