@@ -83,7 +83,8 @@ def findings_of(inverted=False):
 
 def test_verlites_gateway_keeps_every_rule_in_every_dialect():
     states, others, record = findings_of()
-    pairs = [*itertools.product(DIALECTS, RULES), ("all", "rows")]
+    tokens = [("completions", "tokens"), ("generate", "tokens"), ("all", "rows")]
+    pairs = [*itertools.product(DIALECTS, RULES), *tokens]
     counted = [pair for pair in pairs if pair[1] != "counts" or pair[0] == "messages"]
     expected = dict.fromkeys(counted, "kept")
     assert states == expected, others

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import threading
 
 import anthropic
@@ -341,6 +342,10 @@ def test_errors_are_those_of_the_dialect():
                         await api.messages.create(**request)
                     except anthropic.APIStatusError as error:
                         caught.append(error)
+            models = f"{client.session.base_url}/models"
+            keys = (client.session.token, "wrong")  # as other clients send it
+            answers = [await client.http.get(models, headers={"x-api-key": key}) for key in keys]
+            assert [answer.status_code for answer in answers] == [200, 401]
             return caught, client.session
 
     (long, wrong), session = asyncio.run(talk())
@@ -462,7 +467,10 @@ def test_an_answer_that_comes_while_a_request_waits_for_the_encoder_is_not_conti
 
 
 def test_more_than_a_thousand_connections_stay_open(monkeypatch):
-    """Each of a thousand programs keeps one. uvicorn ends idle ones after 5 s by default."""
+    """Each of a thousand programs keeps one. uvicorn ends idle ones after 5 s by default, and most
+    systems let a process open 1,024 files unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     kept = []
 
     class Config(uvicorn.Config):
@@ -483,5 +491,8 @@ def test_more_than_a_thousand_connections_stay_open(monkeypatch):
             for _, writer in idle:
                 writer.close()
 
-    asyncio.run(asyncio.wait_for(talk(), 120))
+    try:
+        asyncio.run(asyncio.wait_for(talk(), 120))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert kept == [75]

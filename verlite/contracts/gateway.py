@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -220,7 +221,10 @@ def _system(text: str) -> Json:
 
 
 def _tokens(talk: Talk) -> str:
-    turn = talk.ask([user("Say something.")])
+    return _log_probs(talk.ask([talk.opening("Say something.")]))
+
+
+def _log_probs(turn: Turn) -> str:
     values = turn.log_probs
     if values is None:
         return "ids; no log-probs in this dialect"
@@ -389,6 +393,32 @@ def _counts(talk: Talk) -> str:
     return "count_tokens is the length of the prompt"
 
 
+def _tokens_in(talk: Talk, generate: bool) -> str:
+    """Token ids in, token ids out: of completions, or of vLLM's generate."""
+    before = talk.ask([talk.opening("Say something.")])
+    ids = [*before.context, *before.prompt[-2:]]
+    if generate:
+        sampling = {"max_tokens": MAX_TOKENS, "logprobs": 1, "skip_special_tokens": False}
+        body: Json = {"model": talk.model, "token_ids": ids, "sampling_params": sampling}
+        answer = talk.post("../inference/v1/generate", body)
+        entries = answer["choices"][0]["logprobs"]["content"]
+        names = [entry["token"] for entry in entries]
+        values = [entry["logprob"] for entry in entries]
+        sampled = answer["choices"][0]["token_ids"]
+        if names != [f"token_id:{token}" for token in sampled]:
+            raise Broken(f"the tokens {sampled[:4]} have the names {names[:4]}")
+    else:
+        body = {"model": talk.model, "prompt": ids, "max_tokens": MAX_TOKENS, "logprobs": 0}
+        answer = talk.post("completions", body | {"return_token_ids": True})
+        (choice,) = answer["choices"]
+        values, sampled = choice["logprobs"]["token_logprobs"], choice["token_ids"]
+    prompt = answer.get("prompt_token_ids") or answer["choices"][0].get("prompt_token_ids") or ids
+    if prompt != ids:
+        raise Broken(f"the prompt {ids[:4]}... of {len(ids)} tokens became {prompt[:4]}...")
+    talk.turns.append(Turn(ids, sampled, values, "", []))
+    return _log_probs(talk.turns[-1])
+
+
 RULES: dict[str, Callable[[Talk], str]] = {
     "tokens": _tokens,
     "turns": _turns,
@@ -437,6 +467,11 @@ def check_gateway(
                 if rule == "tokens" and findings[-1].state == "broken":
                     break
             turns += talk.turns
+        talk = Talk(http, url, model, DIALECTS["chat completions"])
+        for name in ("completions", "generate"):
+            check = partial(_tokens_in, generate=name == "generate")
+            findings.append(_finding(name, "tokens", check, talk))
+        turns += talk.turns
     if rows is not None:
         findings.append(_finding("all", "rows", lambda _: _rows(turns, rows()), None))
     return findings

@@ -18,6 +18,7 @@ waits for its turn: it cannot continue an answer that was not there yet.
 import asyncio
 import json
 import logging
+import resource
 import secrets
 import time
 from collections import Counter
@@ -133,6 +134,9 @@ class Gateway:
     async def __aenter__(self) -> Self:
         bound = bind("127.0.0.1", 0)
         self._address = url(bound)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < 2 * MAX_CONNECTIONS:  # mostly 1024
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * MAX_CONNECTIONS), hard))
         app = self._application()
         limits = {"limit_concurrency": MAX_CONNECTIONS, "timeout_keep_alive": KEEP_ALIVE_S}
         await self._stack.enter_async_context(serving(app, bound, **limits))
@@ -193,7 +197,7 @@ class Gateway:
         """Return the session. Raises HTTPException: it does not exist, or the token is wrong."""
         session = self._sessions.get(name)
         given = request.headers.get("authorization", "")
-        if "x-api-key" in request.headers:  # as Anthropic's clients send it
+        if "x-api-key" in request.headers:  # as most clients of Anthropic's messages send it
             given = f"Bearer {request.headers['x-api-key']}"
         wanted = f"Bearer {session.token}" if session else ""
         if session is None or not secrets.compare_digest(given.encode(), wanted.encode()):
