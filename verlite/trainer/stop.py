@@ -276,6 +276,8 @@ class Stop:
 
     def report(self, error: BaseException) -> int:
         """Report an error, unless the run's end is decided already. Returns the exit code."""
+        from rich import text, traceback  # noqa: F401  the time to print is too short for it
+
         return self._report(error, lambda code: self._print_report(error, code))
 
     def end_at_once(self, error: Exception) -> None:
