@@ -49,7 +49,6 @@ from verlite.trainer.opening import (
     resumed_text,
 )
 from verlite.trainer.preflight import FILES, LIBRARIES, Preflight, walk
-from verlite.trainer.saving import install_export
 from verlite.trainer.stop import Event, P, Stop
 from verlite.trainer.tracking import Tracking
 
@@ -404,8 +403,7 @@ def _export(run: Run) -> None:
     try:
         run.engine.save_pretrained(temporary, run.tokenizer)
         if run.rank == 0:
-            say = run.display.info
-            install_export(temporary, run.run_dir, run.step, run.stop.machine.resumed_step, say)
+            saving.install_export(run, temporary)
     except OSError as error:
         raise CheckpointError(
             f"the model was not written: {error} ({free_text(run.run_dir)} free)."

@@ -40,7 +40,6 @@ from verlite.trainer.opening import (
 from verlite.trainer.preflight import LIBRARIES, walk
 from verlite.trainer.reference import check_weights
 from verlite.trainer.run import Run, StepState
-from verlite.trainer.saving import install_export
 from verlite.trainer.stages.groups import open_groups
 from verlite.trainer.tracking import METRICS, read_lines
 from verlite.workers.roles import ROLES
@@ -260,6 +259,4 @@ def export(run: Run) -> None:
             f"the driver does not see the export that the actor wrote to {temporary}. "
             "trainer.default_local_dir must be a folder that all nodes share."
         )
-    install_export(
-        temporary, run.run_dir, run.step, run.stop.machine.resumed_step, run.display.info
-    )
+    saving.install_export(run, temporary)

@@ -174,23 +174,21 @@ def exported_step(run_dir: Path) -> int | None:
         return None
 
 
-def install_export(
-    temporary: Path, run_dir: Path, step: int, resumed_step: int, say: Callable[[str], None]
-) -> None:
+def install_export(run: Saving, temporary: Path) -> None:
     """Make a finished folder the run's huggingface/, which is the new export, the old one, or
     absent. The export of another run, which had the same directory before, is renamed.
 
     Raises:
         OSError: a folder cannot be renamed.
     """
-    final = run_dir / "huggingface"
-    old = run_dir / ".old_huggingface"
-    replace_file(temporary / STEP_FILE, str(step))
+    final = run.run_dir / "huggingface"
+    old = run.run_dir / ".old_huggingface"
+    replace_file(temporary / STEP_FILE, str(run.step))
     shutil.rmtree(old, ignore_errors=True)
-    if not resumed_step:
+    if not run.stop.machine.resumed_step:
         renamed = set_aside(final)
         if renamed:
-            say(f"the export of an earlier run is now {renamed}")
+            run.display.info(f"the export of an earlier run is now {renamed}")
     if final.exists():
         final.rename(old)
     temporary.rename(final)
