@@ -1,5 +1,6 @@
 """Samples whose conversations branch: their gradient is that of every request, once."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from tests.engine import graphs, matrix
 from tests.engine.ranks import Ranks
 from verlite.algorithms.aggregation import AGGREGATION_MODES
 from verlite.spec.roles import Micro
+from verlite.workers.actor import ActorWorker
+from verlite.workers.training import StepRows
 
 pytestmark = pytest.mark.process
 
@@ -42,6 +45,30 @@ def test_log_probs_are_those_after_each_requests_own_context(tiny_qwen2: str, mi
         mask = np.asarray(graphs.batch("graph").non_tensor_batch["response_mask"][row], dtype=bool)
         np.testing.assert_allclose(values[mask], np.concatenate([own[n] for n in order]), rtol=2e-6)
         assert not values[~mask].any()
+
+
+def test_a_reference_service_gets_each_branch_as_a_sequence(monkeypatch) -> None:
+    asked = []
+
+    def log_probs(service, sequences, scored, temperature, model):
+        asked.extend(zip(map(list, sequences), scored, strict=True))
+        return [-ids[-n:] / 10 for ids, n in zip(sequences, scored, strict=True)]
+
+    monkeypatch.setattr("verlite.engine.reference_client.log_probs", log_probs)
+    worker: Any = ActorWorker.__new__(ActorWorker)
+    worker.rank_rows = StepRows()
+    worker.spec = SimpleNamespace(temperature=1.0, log_probs=SimpleNamespace(reference="service"))
+    rows = graphs.batch("graph")
+    found = worker.remote_reference_log_probs(rows.with_meta(step=1, reference="model"))
+    # Sessions sampled each token with minus a tenth of its number, too.
+    for own, same in zip(
+        found.non_tensor_batch["ref_log_prob"],
+        rows.non_tensor_batch["rollout_log_probs"],
+        strict=True,
+    ):
+        np.testing.assert_allclose(own, same, rtol=1e-6)
+    leaves = [leaf.context for session in graphs.sessions() for leaf in session.leaves()]
+    assert sorted(ids for ids, _ in asked) == sorted(leaves)
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_remove_padding": False}, {"sequence_parallel": 2}])
