@@ -132,6 +132,17 @@ def lose_machine(run: Run, random: Random) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def send_all(number: signal.Signals) -> Inject:
+    """Send a signal to all processes of the run, as a batch system and systemd do."""
+
+    def inject(run: Run, random: Random) -> None:
+        for process in run.launch.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    return inject
+
+
 def damage(change: Callable[[Run, Random], None]) -> Inject:
     """Kill the driver, and change files of the run before it starts again."""
 
@@ -286,6 +297,7 @@ DAEMON = (STARTING_RAY, "starting workers", *STEPPING)
 TRAINED = ("update_critic", "update_actor", "update_weights", "save_checkpoint")
 
 PPO = ("sums", "vllm")
+ONE_NODE = (*PPO, "search")
 
 FAULTS: dict[str, Fault] = {
     # The driver and its signals.
@@ -295,6 +307,7 @@ FAULTS: dict[str, Fault] = {
     "driver SIGINT": Fault(send("driver", INT), (INTERRUPTED,), ANY),
     "driver SIGTERM twice": Fault(send("driver", TERM, TERM), (STOPPED,), ANY),
     "driver SIGTERM, SIGKILL": Fault(send("driver", TERM, KILL), (KILLED, STOPPED), ANY),
+    "all SIGTERM": Fault(send_all(TERM), (STOPPED,), DAEMON, needs=ONE_NODE),
     "driver paused": Fault(pause("driver"), (GOES_ON,), lasts_s=5),
     "machine lost": Fault(lose_machine, (KILLED,), ANY),
     # Workers.
@@ -314,11 +327,10 @@ FAULTS: dict[str, Fault] = {
     "rollout paused": Fault(pause("rollout"), (GOES_ON,), lasts_s=5),
     # Ray's daemons, and the processes around the workers.
     "raylet SIGKILL": Fault(send("raylet", KILL), LOST, DAEMON),
-    "raylet SIGTERM": Fault(send("raylet", TERM), LOST, DAEMON),
     "raylet frozen": Fault(send("raylet", STOP), LOST),
     "raylet paused": Fault(pause("raylet"), (GOES_ON,), lasts_s=3),
     "gcs SIGKILL": Fault(send("gcs", KILL), LOST, DAEMON),
-    "gcs SIGTERM": Fault(send("gcs", TERM), LOST, DAEMON),
+    "gcs SIGTERM": Fault(send("gcs", TERM), (*LOST, GOES_ON), DAEMON),
     "gcs frozen": Fault(send("gcs", STOP), LOST),
     "gcs paused": Fault(pause("gcs"), (GOES_ON,), lasts_s=3),
     "dashboard agent SIGKILL": Fault(send("dashboard agent", KILL), NATIVE, DAEMON),
