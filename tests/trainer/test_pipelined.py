@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.runs import Launch, one_thread, quiet, write_reward, write_sums
+from tests.trainer.runs import launch, one_thread, quiet, write_reward, write_sums
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 TOLERANCE = 1e-6
@@ -21,18 +21,17 @@ overlap.accumulate = stopped
 """
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tiny_qwen2):
+@pytest.fixture
+def base(tmp_path, tiny_qwen2):
     """Two engines, and two ranks of the actor, which are also the reference. Prompts with a sum of
     two digits take longer than the others. With the large eps of Adam, an update is about linear in
     the gradient; otherwise it has the size of lr also where the gradient is rounding."""
-    folder = tmp_path_factory.mktemp("sums")
     body = "import time; time.sleep(0.4 * (len(ground_truth) > 1)); "
     body += "return sum(c.isdigit() for c in solution_str) / 4"
     return [
-        f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
-        f"data.val_files={write_sums(folder / 'val.parquet', 8, 64)}",
-        f"custom_reward_function.path={write_reward(folder / 'reward.py', body)}",
+        f"data.train_files={write_sums(tmp_path / 'train.parquet', 64)}",
+        f"data.val_files={write_sums(tmp_path / 'val.parquet', 8, 64)}",
+        f"custom_reward_function.path={write_reward(tmp_path / 'reward.py', body)}",
         f"actor_rollout_ref.model.path={tiny_qwen2}",
         "data.train_batch_size=8",
         "data.max_prompt_length=8",
@@ -53,19 +52,6 @@ def base(tmp_path_factory, tiny_qwen2):
         "trainer.test_freq=2",
         "trainer.save_freq=-1",
     ]
-
-
-@pytest.fixture(scope="module")
-def sync(tmp_path_factory, base):
-    with pytest.MonkeyPatch.context() as patch:
-        one_thread(patch)
-        run = launch(tmp_path_factory.mktemp("sync"), "sync", base)
-        assert run.wait() == 0, run.text()
-    return run
-
-
-def launch(tmp_path, name, options, before=""):
-    return Launch(tmp_path / name, options, tmp_path / f"{name}.log", before, forked=True)
 
 
 def weights(run):
@@ -89,20 +75,13 @@ def check_same(run, sync, tiny_qwen2):
         assert own == pytest.approx(quiet(other), rel=1e-3, abs=1e-5), line["step"]
 
 
-def test_updates_are_those_of_sync(tmp_path, base, sync, tiny_qwen2, monkeypatch):
-    one_thread(monkeypatch)
-    run = launch(tmp_path, "pipelined", [*base, "trainer.mode=pipelined"])
-    assert run.wait() == 0, run.text()
-    check_same(run, sync, tiny_qwen2)
-    steps = [line for line in run.metrics() if line["step"]]
-    # On a machine that stalls, all prompts of a step may be found finished at once.
-    assert any(0 < line["pipelined/early_prompts"] < 1 for line in steps)
-    assert any(line["pipelined/overlapped_s"] > 0 for line in steps)
-
-
-def test_a_stop_and_a_dead_engine_change_nothing(tmp_path, base, sync, tiny_qwen2, monkeypatch):
+def test_updates_are_those_of_sync_also_after_a_stop_and_a_dead_engine(
+    tmp_path, base, tiny_qwen2, monkeypatch
+):
     """A stop after the first gradients gives the step up."""
     one_thread(monkeypatch)
+    sync = launch(tmp_path, "sync", base)
+    assert sync.wait() == 0, sync.text()
     monkeypatch.setenv("MORTAL", str(tmp_path / "deaths"))
     (tmp_path / "deaths").mkdir()
     (tmp_path / "deaths" / "step-20").touch()
@@ -111,10 +90,14 @@ def test_a_stop_and_a_dead_engine_change_nothing(tmp_path, base, sync, tiny_qwen
         "trainer.mode=pipelined",
         "actor_rollout_ref.rollout.name=tests.trainer.mortal:Mortal",
     ]
-    run = launch(tmp_path, "run", options, STOP)
+    run = launch(tmp_path, "run", options, before=STOP)
     assert run.wait() == 75, run.text()
     assert (run.run_dir / "global_step_1").is_dir()
     run = launch(tmp_path, "run", options)
     assert run.wait() == 0, run.text()
     assert not list((tmp_path / "deaths").iterdir()), "no engine has died"
     check_same(run, sync, tiny_qwen2)
+    steps = [line for line in run.metrics() if line["step"]]
+    # On a machine that stalls, all prompts of a step may be found finished at once.
+    assert any(0 < line["pipelined/early_prompts"] < 1 for line in steps)
+    assert any(line["pipelined/overlapped_s"] > 0 for line in steps)
