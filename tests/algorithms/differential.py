@@ -31,6 +31,8 @@ from verlite.spec.correction import PRESETS, REJECTIONS, RolloutCorrection
 
 random_case = functools.cache(reference.random_case)  # each comparison has the same batches
 BATCHES = 200
+FEW = 40
+"""Batches of a quick test. test_differential.py compares all of them."""
 SMALL = 0.01
 """Smallest denominator of a relative difference. Below it float32's absolute error dominates."""
 
@@ -61,13 +63,13 @@ class Largest:
     """Seed of the batch with the largest relative difference."""
 
 
-def largest_differences(comparison: Comparison) -> dict[str, Largest]:
-    """Return the largest differences by the name of the result.
+def largest_differences(comparison: Comparison, batches: int = BATCHES) -> dict[str, Largest]:
+    """Return the largest differences by the name of the result, over the first `batches`.
 
     The reference must be finite. A NaN or infinity in the actual numbers is an infinite difference.
     """
     found: dict[str, Largest] = {}
-    for seed in range(BATCHES):
+    for seed in range(batches):
         for what, actual, expected, size in comparison.pairs(seed):
             got, want = (np.asarray(x, dtype=np.float64) for x in (actual, expected))
             assert got.shape == want.shape, (
@@ -88,9 +90,9 @@ def largest_differences(comparison: Comparison) -> dict[str, Largest]:
     return found
 
 
-def check(comparison: Comparison) -> None:
+def check(comparison: Comparison, batches: int = FEW) -> None:
     """Assert that every difference is within the tolerance of the comparison."""
-    found = largest_differences(comparison)
+    found = largest_differences(comparison, batches)
     assert found
     for what, one in found.items():
         assert one.relative <= comparison.tolerance, f"{comparison.name}, {what}: {one}"
