@@ -35,9 +35,7 @@ def test_evidence_lists_every_comparison_and_its_tolerance() -> None:
     for section, comparisons in COMPARISONS.items():
         _, _, rest = text.partition(f"### {section}\n")
         rows = re.findall(
-            r"^\| `([^`]+)` \| (\d+) \|.* \| ([^ ]+) \|$",
-            rest.partition("\n### ")[0],
-            re.MULTILINE,
+            r"^\| `([^`]+)` \| (\d+) \|.* \| ([^ ]+) \|$", rest.partition("\n### ")[0], re.MULTILINE
         )
         assert rows == [
             (name, str(BATCHES), f"{one.tolerance:g}") for name, one in comparisons.items()

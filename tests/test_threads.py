@@ -168,10 +168,7 @@ def test_a_process_that_has_loaded_torch_gets_the_number_too() -> None:
     ],
 )
 def test_what_a_process_begins_with(
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int,
-    environment: dict[str, str],
-    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch, cores: int, environment: dict[str, str], expected: str | None
 ) -> None:
     """On a machine with 8 cores, of which `cores` may be used."""
     monkeypatch.setattr(threads, "affinity", lambda: 8)

@@ -19,12 +19,7 @@ from tests.algorithms.reference import Case
 from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 from verlite.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_estimate, kl_loss
-from verlite.algorithms.losses import (
-    PolicyLossInputs,
-    entropy_sum,
-    policy_loss,
-    value_loss,
-)
+from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss, value_loss
 from verlite.algorithms.rollout_correction import correct_rollout
 from verlite.spec.catalog import ESTIMATORS, LOSSES
 from verlite.spec.correction import PRESETS, REJECTIONS, RolloutCorrection

@@ -257,9 +257,7 @@ def test_vllm_memory_keys_depend_on_device(material):
 def test_a_clusters_devices_are_not_known_before_it_is_joined(material, address, is_known):
     """A driver without a GPU, with trainer.device=auto."""
     notes = material.notes(
-        *VLLM,
-        f"{ROLLOUT}gpu_memory_utilization=0.4",
-        f"ray_kwargs.ray_init.address={address}",
+        *VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"ray_kwargs.ray_init.address={address}"
     )
     assert len(notes) == is_known
 

@@ -516,13 +516,7 @@ def test_option_given_twice_or_without_value(argv, key, rule, capsys):
 
 
 @pytest.mark.parametrize(
-    "typed",
-    [
-        ["data.seed", "=", "7"],
-        ["data.seed=", "7"],
-        ["data.seed", "=7"],
-        ["data.seed = 7"],
-    ],
+    "typed", [["data.seed", "=", "7"], ["data.seed=", "7"], ["data.seed", "=7"], ["data.seed = 7"]]
 )
 def test_spaces_around_the_equal_sign(material, typed):
     (problem,) = problems(material, *typed, "data.shuffle=false")

@@ -217,10 +217,7 @@ def test_sequence_parallel_group_shares_rows(material):
         "inference": 4,
         "ref": 2,
         "critic": 1,
-    } and plan.rows_per_rank == (
-        128,
-        128,
-    )
+    } and plan.rows_per_rank == (128, 128)
     found = [
         plan.actor.micro.max_tokens,
         plan.log_prob_micro.max_tokens,

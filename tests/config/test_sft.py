@@ -175,10 +175,7 @@ STYLES = [
     (("model.path=$MODEL", "engine=fsdp"), NEW_TRAINER),
     (("model.path=$MODEL", "optim.clip_grad=1.0"), NEW_TRAINER),
     (("model.path=$MODEL", "model.use_remove_padding=true"), OURS),
-    (
-        ("model.partial_pretrain=$MODEL", "engine=fsdp", "optim.lr=3e-6"),
-        (3e-6, *OLD_TRAINER[1:]),
-    ),
+    (("model.partial_pretrain=$MODEL", "engine=fsdp", "optim.lr=3e-6"), (3e-6, *OLD_TRAINER[1:])),
     (
         ("model.partial_pretrain=$MODEL", "optim.betas=[0.9,0.999]", "optim.min_lr_ratio=0.1"),
         (1e-5, [0.9, 0.999], 0.1, "cosine", 0.1),

@@ -52,10 +52,7 @@ WRONG = [
         '[texts]\n"{actor}n" = "1"\n"role.actor.n" = "2"\n',
         "rows.toml, [texts] 'role.actor.n': another row has this name",
     ),
-    (
-        '[words]\nactor = "a"\n',
-        "rows.toml, [words] 'actor': another row has this name",
-    ),
+    ('[words]\nactor = "a"\n', "rows.toml, [words] 'actor': another row has this name"),
     (
         '[more]\na = "1"\n',
         "rows.toml: unknown section more. Known are words, texts, lists, maps, entries",

@@ -25,22 +25,10 @@ PLACEMENTS = [
     ("{actor:all,actor_inference:4,inference:5}", "'inference' is placed twice"),
     ("{actor:0-31,rollout:0-32}", "rollout: '0-32' names device 32, but there are 32: 0-31"),
     ("{actor:31-0}", "actor: '31-0': the range ends before it starts"),
-    (
-        "{actor:[16-31,0-15]}",
-        "actor: '16-31,0-15' must name devices once and in ascending order",
-    ),
-    (
-        "{actor:[0-16,16-31]}",
-        "actor: '0-16,16-31' must name devices once and in ascending order",
-    ),
-    (
-        "{actor:16-31,0-15}",
-        "a list inside {...} needs brackets, such as {actor: [0-3, 6]}",
-    ),
-    (
-        "{actor:0..31}",
-        "actor: '0..31' is neither a number, a range such as 0-3, nor all",
-    ),
+    ("{actor:[16-31,0-15]}", "actor: '16-31,0-15' must name devices once and in ascending order"),
+    ("{actor:[0-16,16-31]}", "actor: '0-16,16-31' must name devices once and in ascending order"),
+    ("{actor:16-31,0-15}", "a list inside {...} needs brackets, such as {actor: [0-3, 6]}"),
+    ("{actor:0..31}", "actor: '0..31' is neither a number, a range such as 0-3, nor all"),
     ('{actor:""}', "actor: '' names no device"),
     (
         "{actor:1.5,rollout:null}",
@@ -52,10 +40,7 @@ PLACEMENTS = [
         "actor,rollout: '182' names device 182, but there are 32: 0-31 (YAML reads 3:2 without "
         "quotes as 182)",
     ),
-    (
-        "{actor:0-31:1-32}",
-        "actor: '0-31:1-32' starts at process 1, but the first process is 0",
-    ),
+    ("{actor:0-31:1-32}", "actor: '0-31:1-32' starts at process 1, but the first process is 0"),
     (
         "{actor:[0-15:0-15,16-31:17-32]}",
         "actor: '16-31:17-32' starts at process 17, but the next process is 16",

@@ -69,10 +69,7 @@ def findings_of(inverted=False):
         async with Gateway(Babbler(tokenizer()), 4000) as gateway:
             session = gateway.open(Sampling(max_tokens=100))
             found = await asyncio.to_thread(
-                check_gateway,
-                session.base_url,
-                session.token,
-                lambda: rows_of(session, inverted),
+                check_gateway, session.base_url, session.token, lambda: rows_of(session, inverted)
             )
             return found, session.record
 

@@ -71,8 +71,7 @@ def test_good_functions_have_no_problems(tmp_path, monkeypatch):
 def test_a_row_of_the_data_is_tried(tmp_path):
     """extra_info, data source and ground truth are those of the file's first row."""
     function = reward(
-        tmp_path,
-        HEAD + "return float(extra_info['one'] in solution_str and data_source == 'sums')",
+        tmp_path, HEAD + "return float(extra_info['one'] in solution_str and data_source == 'sums')"
     )
     (tmp_path / "rows.csv").write_text("question,answer,one\n40+1=,41,41\n")
     data = ["data", str(tmp_path / "rows.csv"), "--prompt", "question", "--answer", "answer"]

@@ -32,10 +32,7 @@ STEP = ("step_wanted", "update_begins", "step_finished", "step_measured", ("step
     ("events", "text"),
     [
         ((*STEP, "step_wanted"), "step 1 is not saved yet; the run stops once it is"),
-        (
-            (*STEP, "step_wanted", "update_begins"),
-            "the run finishes step 2, saves it, and stops",
-        ),
+        ((*STEP, "step_wanted", "update_begins"), "the run finishes step 2, saves it, and stops"),
     ],
 )
 def test_a_stop_says_what_will_happen(events, text):
@@ -110,10 +107,7 @@ def test_what_is_said_of_a_stop_that_takes_long(before, signals, late, says):
     assert says == (command.why if isinstance(command, EndProcess) else command.text)
 
 
-@pytest.mark.parametrize(
-    ("at", "name", "exit_code"),
-    [(1.0, "SIGINT", 130), (1.0, "SIGHUP", 75)],
-)
+@pytest.mark.parametrize(("at", "name", "exit_code"), [(1.0, "SIGINT", 130), (1.0, "SIGHUP", 75)])
 def test_the_first_cause_decides_the_exit_code(at, name, exit_code):
     one = machine("step_wanted")
     assert one.asked(at, name) == [Do.INTERRUPT]

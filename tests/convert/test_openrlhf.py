@@ -312,10 +312,7 @@ def test_estimators(files, flags, expected):
             {"actor_rollout_ref.model.target_modules": ["q_proj", "v_proj"]},
         ),
         ("--overlong_buffer_len 100", {"reward.overlong_buffer.len": 100}),
-        (
-            "--input_key question",
-            {"actor_rollout_ref.model.custom_chat_template": VERBATIM},
-        ),
+        ("--input_key question", {"actor_rollout_ref.model.custom_chat_template": VERBATIM}),
         ("--apply_chat_template", {"actor_rollout_ref.model.custom_chat_template": None}),
         (
             "--eval_dataset /d/v.json --eval_steps 5",

@@ -153,10 +153,7 @@ def test_an_epoch_of_another_length() -> None:
     ("source", "words"),
     [
         ("import nowhere", "my_data.py cannot be loaded: ModuleNotFoundError: No module named"),
-        (
-            "def Lines(data_files): ...",
-            "my_data.py: Lines must take data_files, config, split",
-        ),
+        ("def Lines(data_files): ...", "my_data.py: Lines must take data_files, config, split"),
         ("def Lines(**given): return iter([1])", "TypeError: object of type 'list_iterator' has"),
         ("def Lines(**given): return [{}]", "train row 0 has no 'prompt'; it has nothing"),
         (

@@ -683,10 +683,7 @@ def interrupted_accumulation(path: str, columns: dict[str, Tensor]) -> dict[str,
     caught = catch_gradients(subject)
     batch = ragged_batch().with_batch(**columns)[my_rows(list(range(8)))]
     micro, loss_fn = MicroBatching(size=2), actors_loss("token-mean")
-    options: dict[str, Any] = {
-        "with_entropy": True,
-        "unit_factor": actors_factor("token-mean"),
-    }
+    options: dict[str, Any] = {"with_entropy": True, "unit_factor": actors_factor("token-mean")}
     found: dict[str, Any] = {}
     for name in ("undisturbed", "given up"):
         if name == "given up":

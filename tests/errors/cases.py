@@ -449,11 +449,7 @@ CASES = (
         "--config-name grpo",
         ("--config-name=grpo", "given twice", "Keep only one"),
     ),
-    Case(
-        "A key without its section",
-        "lr=1e-6",
-        ("lr=1e-06", "unknown key", f"{ACTOR}optim.lr"),
-    ),
+    Case("A key without its section", "lr=1e-6", ("lr=1e-06", "unknown key", f"{ACTOR}optim.lr")),
     Case(
         "A key without a value",
         f"{ACTOR}optim.lr=",

@@ -321,10 +321,7 @@ def test_a_client_of_another_dialect_that_disconnects_aborts_its_request():
             return [node.state for node in client.session.record.nodes], client.session.said
 
     for stream in (False, True):
-        for path, body in (
-            ("messages", {"messages": [user("u")]}),
-            ("responses", {"input": "u"}),
-        ):
+        for path, body in (("messages", {"messages": [user("u")]}), ("responses", {"input": "u"})):
             states, said = asyncio.run(asyncio.wait_for(talk(path, body | {"stream": stream}), 60))
             assert states == [State.ABORTED, State.ANSWERED]
             assert list(said) == ([1] if path == "responses" else [])

@@ -19,14 +19,7 @@ from verlite.controller import head as joined
 from verlite.controller import ray_node
 from verlite.controller.node import this_process
 from verlite.controller.ray_internals import ClusterView, NodeView
-from verlite.launch import (
-    ClusterError,
-    addresses,
-    devices,
-    head,
-    ray_daemons,
-    start,
-)
+from verlite.launch import ClusterError, addresses, devices, head, ray_daemons, start
 from verlite.launch.head import Head, HeadSource
 from verlite.launch.ray_start import main as run_ray_start
 

@@ -33,10 +33,7 @@ GUIDE = RECIPE / "config/nodes.yaml"
 
 
 def test_guides_hostfile_has_two_hosts():
-    assert read_hostfile(RECIPE / "config/hostfile") == [
-        Host("gpu007", 8, 3),
-        Host("gpu005", 8, 4),
-    ]
+    assert read_hostfile(RECIPE / "config/hostfile") == [Host("gpu007", 8, 3), Host("gpu005", 8, 4)]
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=", ".join(PACKAGES))
     parser.add_argument(
-        "--new",
-        action="store_true",
-        help="only those that docs/mutants.md does not show as caught",
+        "--new", action="store_true", help="only those that docs/mutants.md does not show as caught"
     )
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="plant N mutants at a time"

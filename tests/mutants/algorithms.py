@@ -236,10 +236,7 @@ MUTANTS = [
     ),
     Mutant("k3 has no upper limit", KL + "K3_LIMIT", constant(1e30), (T + "kl.py",)),
     Mutant(
-        "log 0 minus log 0 is NaN",
-        KL + "LOG_PROB_FLOOR",
-        constant(float("-inf")),
-        (T + "kl.py",),
+        "log 0 minus log 0 is NaN", KL + "LOG_PROB_FLOOR", constant(float("-inf")), (T + "kl.py",)
     ),
     Mutant("exp overflows in k3", KL + "MAX_LOG_RATIO", constant(1e4), (T + "kl.py",)),
     Mutant(
@@ -326,10 +323,7 @@ MUTANTS = [
         (T + "advantages.py",),
     ),
     Mutant(
-        "GAE uses 1 - lambda",
-        ADVANTAGES + "gae",
-        calls(_lambda_complement),
-        (T + "advantages.py",),
+        "GAE uses 1 - lambda", ADVANTAGES + "gae", calls(_lambda_complement), (T + "advantages.py",)
     ),
     Mutant(
         "GAE does not discount",
@@ -360,12 +354,7 @@ MUTANTS = [
         _inputs("norm_adv_by_std_in_grpo", lambda flag: True),
         (T + "advantages.py",),
     ),
-    Mutant(
-        "GRPO's sign is flipped",
-        ADVANTAGES + "grpo",
-        _scale_both(-1),
-        (T + "advantages.py",),
-    ),
+    Mutant("GRPO's sign is flipped", ADVANTAGES + "grpo", _scale_both(-1), (T + "advantages.py",)),
     Mutant(
         "RLOO's baseline includes the row itself",
         ADVANTAGES + "rloo",
@@ -408,12 +397,7 @@ MUTANTS = [
         _inputs("alone", lambda alone: False),
         (T + "advantages.py",),
     ),
-    Mutant(
-        "GPG has no alpha",
-        ADVANTAGES + "gpg",
-        calls(_without_alpha),
-        (T + "advantages.py",),
-    ),
+    Mutant("GPG has no alpha", ADVANTAGES + "gpg", calls(_without_alpha), (T + "advantages.py",)),
     Mutant(
         "RLOO with token KL does not clip the score",
         ADVANTAGES + "rloo_token_kl",

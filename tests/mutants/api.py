@@ -49,12 +49,7 @@ MUTANTS = [
         calls(_leaves_the_folder),
         LIBRARY,
     ),
-    Mutant(
-        "check shows no notes",
-        API + "Report.__str__",
-        returns(""),
-        LIBRARY,
-    ),
+    Mutant("check shows no notes", API + "Report.__str__", returns(""), LIBRARY),
     Mutant(
         "the history of a metric is in another order",
         "verlite.api:Result.history",

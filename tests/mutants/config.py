@@ -125,10 +125,7 @@ MUTANTS = [
         (LINES,),
     ),
     Mutant(
-        "data files are not looked at",
-        RULES + "data:data_files",
-        calls(_nothing_wrong),
-        (LINES,),
+        "data files are not looked at", RULES + "data:data_files", calls(_nothing_wrong), (LINES,)
     ),
     Mutant(
         "one of two bounds is enough",
@@ -154,12 +151,7 @@ MUTANTS = [
         calls(lambda original, key, value: False),
         ("tests/config/test_load.py",),
     ),
-    Mutant(
-        "mini-batches count samples",
-        PLAN + "make_plan",
-        calls(_samples_as_prompts),
-        (PLANS,),
-    ),
+    Mutant("mini-batches count samples", PLAN + "make_plan", calls(_samples_as_prompts), (PLANS,)),
     Mutant(
         "a KL term needs no reference",
         PLAN + "needs_reference",
@@ -238,18 +230,8 @@ MUTANTS = [
         returns(False),
         (CRITICAL,),
     ),
-    Mutant(
-        "no value is far from what anyone uses",
-        NOTES + "USUAL",
-        constant(()),
-        (FAR,),
-    ),
-    Mutant(
-        "values of keys without effect are judged",
-        NOTES + "why_unused",
-        returns(None),
-        (FAR,),
-    ),
+    Mutant("no value is far from what anyone uses", NOTES + "USUAL", constant(()), (FAR,)),
+    Mutant("values of keys without effect are judged", NOTES + "why_unused", returns(None), (FAR,)),
     Mutant(
         "variables that a shell did not expand go unnoticed",
         NOTES + "SHELL_VARIABLE",
@@ -262,16 +244,8 @@ MUTANTS = [
         constant(re.compile(".*'.*")),
         (FAR,),
     ),
+    Mutant("empty ground truths are not counted", NOTES + "is_empty", returns(False), (FAR,)),
     Mutant(
-        "empty ground truths are not counted",
-        NOTES + "is_empty",
-        returns(False),
-        (FAR,),
-    ),
-    Mutant(
-        "only the first ground truths are looked at",
-        NOTES + "TRUTH_ROWS",
-        constant(100),
-        (FAR,),
+        "only the first ground truths are looked at", NOTES + "TRUTH_ROWS", constant(100), (FAR,)
     ),
 ]

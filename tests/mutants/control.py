@@ -259,17 +259,9 @@ MUTANTS = [
         _with_phase("RESYNC"),
         SIMULATION,
     ),
+    Mutant("a stop throws a finished step away", MACHINE + "must_save", returns(False), SIMULATION),
     Mutant(
-        "a stop throws a finished step away",
-        MACHINE + "must_save",
-        returns(False),
-        SIMULATION,
-    ),
-    Mutant(
-        "a stop waits for the generation in progress",
-        MACHINE + "polled",
-        returns([]),
-        SIMULATION,
+        "a stop waits for the generation in progress", MACHINE + "polled", returns([]), SIMULATION
     ),
     Mutant(
         "engines are started again without end",
@@ -290,10 +282,7 @@ MUTANTS = [
         SIMULATION,
     ),
     Mutant(
-        "samples are drawn again without end",
-        LIMITS + "MAX_RESAMPLES",
-        constant(10**9),
-        SIMULATION,
+        "samples are drawn again without end", LIMITS + "MAX_RESAMPLES", constant(10**9), SIMULATION
     ),
     Mutant("a step is skipped", MACHINE + "step_wanted", calls(_skips), SIMULATION),
     Mutant(
@@ -391,10 +380,7 @@ MUTANTS = [
         SIMULATION,
     ),
     Mutant(
-        "the pause before a restart does not grow",
-        RESTARTS + "_pause_s",
-        returns(5.0),
-        SIMULATION,
+        "the pause before a restart does not grow", RESTARTS + "_pause_s", returns(5.0), SIMULATION
     ),
     Mutant(
         "nothing is validated or saved between steps",
@@ -452,12 +438,7 @@ MUTANTS = [
         calls(_believes_old_beats),
         WATCHED,
     ),
-    Mutant(
-        "each heartbeat is progress",
-        WATCH + "Heard.hear",
-        calls(_always_moves),
-        WATCHED,
-    ),
+    Mutant("each heartbeat is progress", WATCH + "Heard.hear", calls(_always_moves), WATCHED),
     Mutant(
         "what followed from a failure is reported in its place",
         CAUSES + "Failures.wait_s",

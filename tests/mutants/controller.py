@@ -82,10 +82,7 @@ MUTANTS = [
         (ROWS,),
     ),
     Mutant(
-        "fetched columns belong to other rows",
-        COLUMNS + "fetch",
-        calls(_rows_mixed_up),
-        (WORKERS,),
+        "fetched columns belong to other rows", COLUMNS + "fetch", calls(_rows_mixed_up), (WORKERS,)
     ),
     Mutant(
         "columns travel through the driver",
@@ -166,10 +163,7 @@ MUTANTS = [
         (GPUS,),
     ),
     Mutant(
-        "GPUs are used with a torch for CPUs",
-        PLACEMENT + "_check_torch",
-        does_nothing,
-        (GPUS,),
+        "GPUs are used with a torch for CPUs", PLACEMENT + "_check_torch", does_nothing, (GPUS,)
     ),
     Mutant(
         "the guardian finds no Ray processes by their files",
@@ -249,12 +243,7 @@ MUTANTS = [
         does_nothing,
         DAEMON,
     ),
-    Mutant(
-        "a guardian may stay stopped",
-        "verlite.control.watch:InARow.look",
-        returns(0),
-        DAEMON,
-    ),
+    Mutant("a guardian may stay stopped", "verlite.control.watch:InARow.look", returns(0), DAEMON),
     Mutant(
         "what a dead engine has started goes on",
         "verlite.controller.node:_descendants",

@@ -57,12 +57,7 @@ MUTANTS = [
         returns([]),
         OPENRLHF,
     ),
-    Mutant(
-        "an abbreviated flag is taken",
-        CONVERT + "openrlhf:_unknown",
-        returns(None),
-        OPENRLHF,
-    ),
+    Mutant("an abbreviated flag is taken", CONVERT + "openrlhf:_unknown", returns(None), OPENRLHF),
     Mutant(
         "RLinf's advantages and clip range are left to verlite's defaults",
         CONVERT + "rlinf:FORMULAS",

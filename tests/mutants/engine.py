@@ -206,17 +206,9 @@ MUTANTS = [
         calls(_sources_shifted),
         (PASSES,),
     ),
+    Mutant("tool text is trained", MICRO + "model_inputs", calls(_every_response_token), (PASSES,)),
     Mutant(
-        "tool text is trained",
-        MICRO + "model_inputs",
-        calls(_every_response_token),
-        (PASSES,),
-    ),
-    Mutant(
-        "positions count padding",
-        MICRO + "model_inputs",
-        calls(_positions_over_padding),
-        (PASSES,),
+        "positions count padding", MICRO + "model_inputs", calls(_positions_over_padding), (PASSES,)
     ),
     Mutant(
         "rows without a trainable token are computed",
@@ -273,12 +265,7 @@ MUTANTS = [
         calls(_keeps_gradients),
         (UPDATE,),
     ),
-    Mutant(
-        "gradients are not clipped",
-        OPTIM + "clip_gradients",
-        calls(_no_clipping),
-        (UPDATE,),
-    ),
+    Mutant("gradients are not clipped", OPTIM + "clip_gradients", calls(_no_clipping), (UPDATE,)),
     Mutant(
         "the logged gradient norm is the clipped one",
         OPTIM + "clip_gradients",
@@ -286,10 +273,7 @@ MUTANTS = [
         (UPDATE,),
     ),
     Mutant(
-        "maxima are added up over micro-batches",
-        FSDP + "_combine",
-        calls(_maxima_added),
-        (UPDATE,),
+        "maxima are added up over micro-batches", FSDP + "_combine", calls(_maxima_added), (UPDATE,)
     ),
     Mutant(
         "dropped updates never stop the run",
@@ -366,12 +350,7 @@ MUTANTS = [
         (LOADED,),
     ),
     # checkpoints, export, adapters
-    Mutant(
-        "Adam's moments are not saved",
-        CHECKPOINT + "_tensors",
-        calls(_no_moments),
-        (SAVED,),
-    ),
+    Mutant("Adam's moments are not saved", CHECKPOINT + "_tensors", calls(_no_moments), (SAVED,)),
     Mutant(
         "offload leaves Adam's moments on the device",
         FSDP + "TrainEngine._replace_optimizer_state",
@@ -385,10 +364,7 @@ MUTANTS = [
         ("tests/engine/test_tensor_file.py",),
     ),
     Mutant(
-        "random generators are not restored",
-        CHECKPOINT + "_set_rng_state",
-        does_nothing,
-        (SAVED,),
+        "random generators are not restored", CHECKPOINT + "_set_rng_state", does_nothing, (SAVED,)
     ),
     Mutant(
         "weights that are not finite are accepted",
@@ -396,12 +372,7 @@ MUTANTS = [
         result(lambda names: []),
         (SAVED,),
     ),
-    Mutant(
-        "merged weights leave the adapter out",
-        LORA + "merged",
-        calls(_unscaled),
-        (ADAPTERS,),
-    ),
+    Mutant("merged weights leave the adapter out", LORA + "merged", calls(_unscaled), (ADAPTERS,)),
     Mutant(
         "adapters that are sent alone have no scale",
         LORA + "scaled",

@@ -56,10 +56,7 @@ def _failed_is_zero(original, session, prompt_ids):
 
 MUTANTS = [
     Mutant(
-        "identical siblings are merged",
-        RECORD + "Session.match",
-        calls(_first_candidate),
-        GRAPH,
+        "identical siblings are merged", RECORD + "Session.match", calls(_first_candidate), GRAPH
     ),
     Mutant(
         "an aborted request counts as answered",
@@ -80,10 +77,7 @@ MUTANTS = [
         SERVER,
     ),
     Mutant(
-        "special tokens of messages are special",
-        CHAT + "Chat.has_special",
-        returns(False),
-        SERVER,
+        "special tokens of messages are special", CHAT + "Chat.has_special", returns(False), SERVER
     ),
     Mutant(
         "new messages are encoded without the template",
@@ -109,12 +103,7 @@ MUTANTS = [
         calls(_lost_results),
         DIALECTS,
     ),
-    Mutant(
-        "fields without effect are not counted",
-        DIALECT + "ignored",
-        returns(()),
-        DIALECTS,
-    ),
+    Mutant("fields without effect are not counted", DIALECT + "ignored", returns(()), DIALECTS),
     Mutant(
         "the conformance suite accepts prompts that were rendered again",
         "verlite.contracts.gateway:exact",
@@ -128,10 +117,7 @@ MUTANTS = [
         SUITE,
     ),
     Mutant(
-        "all requests of a session have one seed",
-        GATEWAY + "with_seed",
-        calls(_same_seed),
-        SERVER,
+        "all requests of a session have one seed", GATEWAY + "with_seed", calls(_same_seed), SERVER
     ),
     Mutant(
         "calls of equal answers have equal ids",

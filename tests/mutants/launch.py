@@ -55,10 +55,7 @@ MUTANTS = [
         CLUSTER,
     ),
     Mutant(
-        "a token that others can read is used",
-        SHARED + "stat.S_IMODE",
-        returns(0o600),
-        CLUSTER,
+        "a token that others can read is used", SHARED + "stat.S_IMODE", returns(0o600), CLUSTER
     ),
     Mutant(
         "the head file of a newer cluster is removed",
@@ -84,29 +81,13 @@ MUTANTS = [
         returns("nowhere"),
         CLUSTER,
     ),
+    Mutant("a second head replaces one that runs", START + "_still_runs", returns(False), CLUSTER),
     Mutant(
-        "a second head replaces one that runs",
-        START + "_still_runs",
-        returns(False),
-        CLUSTER,
+        "a second start on a machine is not refused", START + "_end_remains", does_nothing, CLUSTER
     ),
+    Mutant("a failed `ray start` is not tried again", DAEMONS + "TRIES", constant(1), CLUSTER),
     Mutant(
-        "a second start on a machine is not refused",
-        START + "_end_remains",
-        does_nothing,
-        CLUSTER,
-    ),
-    Mutant(
-        "a failed `ray start` is not tried again",
-        DAEMONS + "TRIES",
-        constant(1),
-        CLUSTER,
-    ),
-    Mutant(
-        "a `ray start` that cannot succeed is tried again",
-        DAEMONS + "FINAL",
-        constant(()),
-        CLUSTER,
+        "a `ray start` that cannot succeed is tried again", DAEMONS + "FINAL", constant(()), CLUSTER
     ),
     Mutant(
         "labels of the user are lost",
@@ -120,12 +101,7 @@ MUTANTS = [
         returns([]),
         CLUSTER,
     ),
-    Mutant(
-        "agents get ports that are in use",
-        DAEMONS + "_is_free",
-        returns(True),
-        CLUSTER,
-    ),
+    Mutant("agents get ports that are in use", DAEMONS + "_is_free", returns(True), CLUSTER),
     Mutant(
         "a rank that stops ends the workers of another rank on its machine",
         DAEMONS + "_raylets_using",
@@ -172,12 +148,7 @@ MUTANTS = [
         result(lambda now: {}),
         CLUSTER,
     ),
-    Mutant(
-        "a port in use is found by Ray only",
-        ADDRESSES + "check_port",
-        does_nothing,
-        CLUSTER,
-    ),
+    Mutant("a port in use is found by Ray only", ADDRESSES + "check_port", does_nothing, CLUSTER),
     Mutant(
         "minutes of a time limit are read as hours",
         SLURM + "limit_seconds",
@@ -226,18 +197,8 @@ MUTANTS = [
         returns(None),
         JOBS,
     ),
-    Mutant(
-        "secrets in keys are written into the script",
-        SLURM + "_secrets",
-        returns([]),
-        JOBS,
-    ),
-    Mutant(
-        "two numbers of machines are accepted",
-        SLURM + "_option_problems",
-        returns([]),
-        JOBS,
-    ),
+    Mutant("secrets in keys are written into the script", SLURM + "_secrets", returns([]), JOBS),
+    Mutant("two numbers of machines are accepted", SLURM + "_option_problems", returns([]), JOBS),
     Mutant(
         "signals do not reach the command",
         SUPERVISE + "CommandSupervisor._pass_on",

@@ -99,12 +99,7 @@ MUTANTS = [
         calls(_positions_over_padding),
         (TOKENS,),
     ),
-    Mutant(
-        "another row's tokens are accepted",
-        RAGGED + "_check_count",
-        does_nothing,
-        (TOKENS,),
-    ),
+    Mutant("another row's tokens are accepted", RAGGED + "_check_count", does_nothing, (TOKENS,)),
     Mutant("clearing one row clears all", RAGGED + "clear_rows", calls(_every_row), (TOKENS,)),
     Mutant(
         "ragged rows lose their last token",

@@ -25,24 +25,9 @@ MUTANTS = [
         calls(_as_recorded),
         ("tests/report/test_export.py",),
     ),
-    Mutant(
-        "a run that was killed counts as running",
-        RUNS + "is_locked",
-        returns(True),
-        LS,
-    ),
-    Mutant(
-        "a run that trains counts as killed",
-        RUNS + "is_locked",
-        returns(False),
-        LS,
-    ),
-    Mutant(
-        "validations have no score",
-        RUNS + "_held_out",
-        returns(None),
-        LS,
-    ),
+    Mutant("a run that was killed counts as running", RUNS + "is_locked", returns(True), LS),
+    Mutant("a run that trains counts as killed", RUNS + "is_locked", returns(False), LS),
+    Mutant("validations have no score", RUNS + "_held_out", returns(None), LS),
     Mutant(
         "whole metrics files are read",
         RUNS + "_tail",

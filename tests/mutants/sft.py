@@ -49,12 +49,7 @@ MUTANTS = [
         result(_from_the_first_row),
         RESUMED,
     ),
-    Mutant(
-        "a stopped run does not save",
-        "verlite.trainer.saving:finalize",
-        returns(75),
-        RESUMED,
-    ),
+    Mutant("a stopped run does not save", "verlite.trainer.saving:finalize", returns(75), RESUMED),
     Mutant("a run resumes with other settings", SFT + "run:tuning_settings", returns({}), RESUMED),
     Mutant(
         "the worse response is the one that is learned",

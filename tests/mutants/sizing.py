@@ -58,12 +58,7 @@ MUTANTS = [
         calls(_counts_moments_when_offloaded),
         (MEMORY,),
     ),
-    Mutant(
-        "the margin is left out",
-        "verlite.sizing.memory:FRAGMENTS",
-        constant(0.0),
-        (MEMORY,),
-    ),
+    Mutant("the margin is left out", "verlite.sizing.memory:FRAGMENTS", constant(0.0), (MEMORY,)),
     Mutant(
         "a kept measurement is found whatever the micro-batch",
         "verlite.sizing.measure:key_of",

@@ -328,12 +328,7 @@ MUTANTS = [
         does_nothing,
         (SAVED,),
     ),
-    Mutant(
-        "the export of another run is deleted",
-        TRACKING + "set_aside",
-        does_nothing,
-        (LAUNCH,),
-    ),
+    Mutant("the export of another run is deleted", TRACKING + "set_aside", does_nothing, (LAUNCH,)),
     Mutant(
         "what a full disk refuses is lost",
         "verlite.files:RetryingWriter.flush",
@@ -391,12 +386,7 @@ MUTANTS = [
         does_nothing,
         (SERVICE + "::test_equal_weights_that_compute_other_numbers_are_refused",),
     ),
-    Mutant(
-        "a stop request is not noticed",
-        STOP + "Stop._handle",
-        does_nothing,
-        (ENDING,),
-    ),
+    Mutant("a stop request is not noticed", STOP + "Stop._handle", does_nothing, (ENDING,)),
     Mutant(
         "a second signal, and a cleanup that hangs, do not end the process",
         STOP + "Stop._end",

@@ -282,11 +282,7 @@ def test_pop_and_select_name_missing_columns():
         and rest.meta_info == {}
     )
     data = batch()
-    for call in (
-        data.pop,
-        data.select,
-        lambda names: data.select(None, names),
-    ):
+    for call in (data.pop, data.select, lambda names: data.select(None, names)):
         with pytest.raises(KeyError, match="nope"):
             call(["nope"])
 

@@ -20,12 +20,7 @@ def batch(rows: int) -> DataProto:
 
 @pytest.mark.parametrize(
     ("rows", "divisor", "expected"),
-    [
-        (3, 2, [0, 1, 2, 0]),
-        (2, 7, [0, 1, 0, 1, 0, 1, 0]),
-        (4, 2, [0, 1, 2, 3]),
-        (0, 2, []),
-    ],
+    [(3, 2, [0, 1, 2, 0]), (2, 7, [0, 1, 0, 1, 0, 1, 0]), (4, 2, [0, 1, 2, 3]), (0, 2, [])],
 )
 def test_padding_to_a_divisor(rows, divisor, expected):
     padded, added = pad_dataproto_to_divisor(batch(rows), size_divisor=divisor)

@@ -118,10 +118,7 @@ def test_missing_packages_are_named_before_anything_runs(script, tmp_path):
     environment = blocking(tmp_path, ("torch", "tensordict", "omegaconf", "rich"))
     began = time.time()
     done = subprocess.run(
-        [sys.executable, BENCHMARK / "gpu.py"],
-        capture_output=True,
-        text=True,
-        env=environment,
+        [sys.executable, BENCHMARK / "gpu.py"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 1 and time.time() - began < 60
     assert "tensordict >= 0.10 (3.63 MiB, pure Python)" in done.stderr

@@ -4,13 +4,7 @@ import time
 
 import pytest
 
-from verlite.rewards.math import (
-    compute_score,
-    equivalent,
-    last_answer_line,
-    last_boxed,
-    normalize,
-)
+from verlite.rewards.math import compute_score, equivalent, last_answer_line, last_boxed, normalize
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,7 @@ def test_processes_that_die_between_steps_are_replaced(make: MakeScorer) -> None
     assert children and scorer.score(long) == [RewardResult(1.0)] * 100
 
 
-def test_only_the_call_that_kills_its_process_fails(
-    make: MakeScorer,
-) -> None:
+def test_only_the_call_that_kills_its_process_fails(make: MakeScorer) -> None:
     source = """
 import asyncio, os
 async def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -197,9 +195,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert [result.error for result in results] == [None, "Died", None, None, None, None]
 
 
-def test_functions_run_in_the_given_folder_if_it_exists(
-    tmp_path: Path,
-) -> None:
+def test_functions_run_in_the_given_folder_if_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text(
         "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info): "

@@ -72,10 +72,7 @@ PROMPTS = [[5, 6, 7], [9], list(range(10, 30)), [5, 6, 7], [40, 41], [3] * 17]
 def test_versions_of_tokens_by_hand(tiny_qwen2, models):
     """Two rows. Steps 1 to 3: a and b. Steps 4 to 6: a and c; step 7: c. Loads after steps 2, 5."""
     engine, steps = start(tiny_qwen2, max_num_seqs=2)
-    steps.before = {
-        2: lambda: load(engine, models[1], 1),
-        5: lambda: load(engine, models[2], 2),
-    }
+    steps.before = {2: lambda: load(engine, models[1], 1), 5: lambda: load(engine, models[2], 2)}
     a, b, c = ask(engine, [[5], [6], [7]], sampled(6), sampled(3), sampled(4))
     assert end(engine, steps) == [] and steps.count == 7
     assert a.weight_versions == [(0, 2), (1, 3), (2, 1)]
@@ -86,10 +83,7 @@ def test_versions_of_tokens_by_hand(tiny_qwen2, models):
 @pytest.mark.parametrize("policy", ["fresh", "salted", "mixed"])
 def test_log_probs_after_swaps_equal_naive(policy, tiny_qwen2, models):
     engine, steps = start(tiny_qwen2, policy, max_num_seqs=5)
-    steps.before = {
-        4: lambda: load(engine, models[1], 1),
-        9: lambda: load(engine, models[2], 2),
-    }
+    steps.before = {4: lambda: load(engine, models[1], 1), 9: lambda: load(engine, models[2], 2)}
     samplings = [sampled(20 + i, seed=i, temperature=0.7 + i % 3 / 4) for i in range(6)]
     samplings[1] = sampled(6, seed=1)  # its row goes to the sixth request, under version 1
     answers = ask(engine, PROMPTS, *samplings)

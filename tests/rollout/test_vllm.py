@@ -31,13 +31,7 @@ from verlite.envs.step import Step
 from verlite.rollout.batched import build_engine
 from verlite.rollout.servers.command import ServerOptions, command, environment
 from verlite.rollout.trajectory import Request, run_all
-from verlite.rollout.types import (
-    Completion,
-    EngineError,
-    EngineOptions,
-    Sampling,
-    WeightSyncError,
-)
+from verlite.rollout.types import Completion, EngineError, EngineOptions, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.probe import Probe, probe_ids, probe_limit

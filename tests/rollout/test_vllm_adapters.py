@@ -26,11 +26,7 @@ from verlite.weights.probe import Probe, probe_ids, probe_limit
 pytest.importorskip("vllm", reason="vLLM is an optional dependency")
 
 from verlite.rollout.engines.vllm import VLLMCore, _max_lora_rank
-from verlite.rollout.engines.vllm_worker import (
-    _adapter_parts,
-    adapter_request,
-    combine_shards,
-)
+from verlite.rollout.engines.vllm_worker import _adapter_parts, adapter_request, combine_shards
 
 pytestmark = pytest.mark.process
 

@@ -152,14 +152,7 @@ def test_http_status_of_wrong_requests(base):
     assert post("/log_probs", content=b"{", headers=JSON).status_code == 422
     assert post("/log_probs", json=[1]).json()["detail"].startswith("the body is a list")
     with serving(limits=ReferenceLimits(body=100)) as small:
-        assert (
-            httpx.post(
-                f"{small}/log_probs",
-                content=b" " * 101,
-                headers=JSON,
-            ).status_code
-            == 413
-        )
+        assert httpx.post(f"{small}/log_probs", content=b" " * 101, headers=JSON).status_code == 413
 
 
 def test_token_is_needed_if_there_is_one(monkeypatch):

@@ -104,9 +104,7 @@ def test_empty_list_of_queries(base: str) -> None:
     assert ask(base, {"queries": [], "topk": 3, "return_scores": True}) == {"result": []}
 
 
-def test_topk_defaults_to_the_servers_and_may_exceed_the_hits(
-    path: Path,
-) -> None:
+def test_topk_defaults_to_the_servers_and_may_exceed_the_hits(path: Path) -> None:
     with serving(path, topk=5) as base:
         assert [len(found) for found in ask(base, {"queries": ["amber"]})["result"]] == [5]
         assert [

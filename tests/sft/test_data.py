@@ -59,8 +59,7 @@ def test_long_example_is_an_error_or_truncated(tmp_path, tokenizer):
     assert truncated[1] == Example(tokenizer.encode("12+34="), tokenizer.encode("46"), [1, 1])
     assert truncated[0].response[-1] == tokenizer.eos_token_id
     with pytest.raises(
-        DataError,
-        match=r"row 1: the prompt has 6 tokens; with data.max_length=6 no token is left",
+        DataError, match=r"row 1: the prompt has 6 tokens; with data.max_length=6 no token is left"
     ):
         read_examples(file, tokenizer, SFTDataConfig(max_length=6, truncation="right"))
 
@@ -89,10 +88,7 @@ def test_entries_of_mappings_and_the_first_rows(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [{"prompt": "1+1="}],
-            r"no column 'response'. Its columns: prompt. Set data.prompt_key",
-        ),
+        ([{"prompt": "1+1="}], r"no column 'response'. Its columns: prompt. Set data.prompt_key"),
         (
             [{"prompt": "1+1=", "response": None}],
             r"bad.parquet row 0: column 'response' is 'None', expected text",

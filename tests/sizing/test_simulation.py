@@ -6,15 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from verlite.sizing.simulation import (
-    Costs,
-    Sample,
-    Settings,
-    Simulated,
-    Turn,
-    Workload,
-    simulate,
-)
+from verlite.sizing.simulation import Costs, Sample, Settings, Simulated, Turn, Workload, simulate
 
 SYNC = Settings("sync", prompts=4, engines=1, trainer_devices=2, devices=3)
 ASYNC = replace(SYNC, mode="async")

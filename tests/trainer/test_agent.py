@@ -33,12 +33,7 @@ from verlite.trainer.outage import wait_for_services
 from verlite.trainer.samples import as_jsonl
 from verlite.trainer.stages import advantage
 from verlite.trainer.stages.advantage import advantages, loss_mask
-from verlite.trainer.stages.rollout import (
-    REQUEST_FIELDS,
-    generate,
-    sample_responses,
-    score,
-)
+from verlite.trainer.stages.rollout import REQUEST_FIELDS, generate, sample_responses, score
 from verlite.trainer.validate import validate
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective

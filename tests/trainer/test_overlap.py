@@ -72,10 +72,7 @@ def run(monkeypatch):
         found.add(number, number, requests)
     flow.assign()
     script: list[DataProto] = []
-    rollout = SimpleNamespace(
-        finished=lambda wait_s: [script.pop(0)],
-        start=lambda batch: None,
-    )
+    rollout = SimpleNamespace(finished=lambda wait_s: [script.pop(0)], start=lambda batch: None)
     made = fake_run(
         groups=found, rollout=rollout, script=script, actor=Actor(), current=StepState(number=1)
     )

@@ -215,8 +215,7 @@ FAILURES: dict[tuple[str, str], Failure] = {
     (RL, "tokenizer"): Failure("", "has no tokenizer", no_tokenizer),
     **both("tokenizer", "", "has no tokenizer", no_tokenizer),
     (RL, "reference model"): Failure(
-        f"{ACTOR}ref.url={AWAY} {ACTOR}actor.use_kl_loss=true",
-        "hidden_size 7 instead of",
+        f"{ACTOR}ref.url={AWAY} {ACTOR}actor.use_kl_loss=true", "hidden_size 7 instead of"
     ),
     (RL, "trainable model"): Failure("", f"{ACTOR}model.path=", gemma("model")),
     **both("trainable model", "", "(gemma2) cannot be trained", gemma("model")),
@@ -277,10 +276,7 @@ FAILURES: dict[tuple[str, str], Failure] = {
     **both("train tokens", "", "row 0 of data.train_files: the example has token", few_tokens()),
     **both(
         *("val tokens", VAL, "row 15 of data.val_files: the example has token"),
-        lambda: (
-            few_tokens("0123456789+=")(),
-            pairs("val.jsonl", PAIR | {"prompt": "abc="})(),
-        ),
+        lambda: (few_tokens("0123456789+=")(), pairs("val.jsonl", PAIR | {"prompt": "abc="})()),
     ),
     (RL, "order"): Failure(
         "data.sampler.class_path=own_order.py data.sampler.class_name=Own",

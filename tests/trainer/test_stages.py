@@ -34,12 +34,7 @@ from verlite.trainer.stages.advantage import (
     old_log_probs,
     reference_log_probs,
 )
-from verlite.trainer.stages.rollout import (
-    filter_groups,
-    generate,
-    next_prompts,
-    score,
-)
+from verlite.trainer.stages.rollout import filter_groups, generate, next_prompts, score
 from verlite.trainer.stages.update import update_actor
 from verlite.trainer.stop import Stop
 from verlite.trainer.validate import validate
@@ -347,9 +342,7 @@ def test_the_start_up_check_measures_the_gap_and_unneeded_log_probs_are_dropped(
 
 
 @pytest.mark.parametrize("first_step", [True, False])
-def test_bypass_mode_uses_rollout_log_probs_and_still_checks_the_gap(
-    first_step,
-):
+def test_bypass_mode_uses_rollout_log_probs_and_still_checks_the_gap(first_step):
     run, batch = run_old_log_probs([[-0.5, -1.54]] * 3, bypass=True, first_step=first_step)
     assert dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3
     assert ("training/log_prob_gap" in run.metrics) == first_step
@@ -391,7 +384,7 @@ def test_samples_of_older_weights_do_not_compare_trainer_and_engine(
 
 def test_the_start_up_check_reports_where_the_gap_is():
     with pytest.raises(
-        match="2.50e-01 before the first update; .*limit=0.05.*first response token",
+        match="2.50e-01 before the first update; .*limit=0.05.*first response token"
     ):
         run_old_log_probs([[-1.0, -1.5]] * 3)
     with pytest.raises(LogProbGap, match="on all tokens"):

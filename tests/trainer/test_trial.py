@@ -260,11 +260,7 @@ def test_a_run_directory_in_use(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "actor_rollout_ref.actor.policy_loss.loss_mode",
-        "algorithm.adv_estimator",
-    ],
+    "key", ["actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"]
 )
 def test_a_function_of_the_algorithm_that_cannot_be_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
