@@ -29,8 +29,9 @@ from verlite.files import parse_foreign_json
 
 STOP_S = 30
 """Seconds for requests in progress after the server was asked to stop."""
-HEAD_S = 10.0
-"""Seconds in which a client must send the line and headers of a request."""
+HEAD_S = 30.0
+"""Seconds in which a client must send the line and headers of a request. On a machine with many
+processes some take more than 10."""
 MAX_HEAD = 1 << 16
 """Bytes of them."""
 BODY_S = 60.0
