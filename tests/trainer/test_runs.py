@@ -374,7 +374,7 @@ cluster._start_local = interrupted
     resumed.process.send_signal(signal.SIGINT)
     assert resumed.wait() == 130
     (step,) = re.findall(r"interrupted in step (\d+)", resumed.text())
-    assert int(step) > last + 1
+    assert int(step) > last  # the step whose metrics are written may still be ending
     assert f"global_step_{last}. To resume, run the same command." in resumed.text()
     resumed.assert_nothing_left()
 
