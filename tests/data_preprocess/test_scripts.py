@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -213,11 +215,18 @@ def test_script_runs_alone_and_explains_a_missing_hub(tmp_path: Path) -> None:
     )
 
 
-def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(table: pa.Table, file: BinaryIO) -> None:
+        file.write(b"PAR1")
+        raise OSError("no space left")
+
     path = tmp_path / "a.parquet"
     write_parquet([{"a": 1}], path)
     with pytest.raises(Exception, match="(?i)convert|expected"):
         write_parquet([{"a": 1}, {"a": "text"}], path)
+    monkeypatch.setattr("verlite.data.preprocess.pq.write_table", half)
+    with pytest.raises(OSError, match="no space left"):
+        write_parquet([{"a": 2}], path)
     assert pq.read_table(path).to_pylist() == [{"a": 1}]
     assert os.listdir(tmp_path) == ["a.parquet"]
 
