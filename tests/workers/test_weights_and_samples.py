@@ -17,7 +17,7 @@ from verlite.envs.step import Step, ToolError, encode_text
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rewards.scorer import Stream
-from verlite.rollout.types import Completion, Sampling, WeightSyncError
+from verlite.rollout.types import Completion, Load, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec, PublishSpec, ScorerSpec
 from verlite.spec.weight_routes import weight_routes
 from verlite.weights import TransportError
@@ -414,6 +414,9 @@ class Engine:
         self.slept = 0
         self.tokenizer = tiny_tokenizer()
         self.samplings = []
+
+    def load(self):
+        return Load(0.0)
 
     async def generate(self, prompt_ids, sampling, so_far=None, name=None):
         self.samplings.append(sampling)
