@@ -30,13 +30,13 @@ def main(argv: list[str]) -> int:
         "Supervised warm-up on demonstrations that often forget to carry": WARM_UP,
         "GRPO with a reward of 1 for right and 0 for wrong": [*TRAIN, *overrides],
     }
-    config = compose("quickstart", overrides, check=False).config
-    return demo.run_all(commands, lambda: show(Path(config.trainer.default_local_dir)))
+    return demo.run_all(commands, lambda: show(overrides))
 
 
-def show(run_dir: Path) -> None:
+def show(overrides: list[str]) -> None:
     """Print samples of the first and last step, the reward curve, and the held-out accuracy."""
     out = console()
+    run_dir = Path(compose("quickstart", overrides, check=False).config.trainer.default_local_dir)
     curve = read_curve(run_dir / "metrics.jsonl")
     for step in (curve.training[0][0], curve.training[-1][0]):
         texts = "   ".join(samples(run_dir / "rollouts" / f"step_{step}.jsonl"))

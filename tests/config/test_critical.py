@@ -212,6 +212,16 @@ def test_changed_files_of_the_user_are_named(material, tmp_path, monkeypatch):
     assert changed_code(code_contents(config), "damaged") == []
 
 
+@pytest.mark.parametrize("command", ["./agent.py", "python agent.py 3", "agent.py:play"])
+def test_the_file_of_an_agent_program_counts(material, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("first")
+    begin_run()
+    config = material.load().config
+    config.agent.command = command
+    assert code_contents(config) == {"agent.command": hashlib.sha256(b"first").hexdigest()[:12]}
+
+
 def test_other_rewards_have_no_file(material, tmp_path):
     config = material.load().config
     config.custom_reward_function.path = None

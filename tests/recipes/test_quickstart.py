@@ -44,7 +44,7 @@ def test_help_starts_nothing(monkeypatch, capsys):
         assert stop.value.code == 0
         assert "key=value" in capsys.readouterr().out
         with pytest.raises(AssertionError, match="make.py"):
-            main(["trainer.total_training_steps=2"])
+            main(["no.such.key=2"])  # main_ppo says what is wrong with it
 
 
 def test_work_is_the_sum_read_backwards():

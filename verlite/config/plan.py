@@ -628,7 +628,7 @@ def program_code(config: Config) -> str | None:
     words = program_words(config.agent.command)
     if len(words) == 1 and ":" in words[0]:
         return words[0].rpartition(":")[0]
-    return next((word for word in words[1:] if word.endswith(".py")), None)
+    return next((word for word in words if word.endswith(".py")), None)
 
 
 def is_credit(rule: str) -> bool:

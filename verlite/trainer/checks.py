@@ -252,8 +252,9 @@ def agent_program(found: Preflight) -> None:
     words = program_words(found.config.agent.command)
     if not words:
         return
-    code = program_code(found.config)
-    is_function = code is not None and len(words) == 1
+    is_function = len(words) == 1 and ":" in words[0]
+    files = [word for word in words[1:] if word.endswith(".py")]
+    code = program_code(found.config) if is_function else next(iter(files), None)
     if not is_function and shutil.which(words[0]) is None:
         raise RunRefused(
             f"agent.command={found.config.agent.command}: {words[0]} is not a program on this "
