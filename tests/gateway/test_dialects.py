@@ -139,6 +139,35 @@ def test_a_tool_loop_has_the_same_tokens_in_every_dialect(dialect, stream):
     assert nodes[2].prompt == rendered(tokens, history, tools=TOOLS)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'])
+def test_what_a_client_cannot_send_back_is_no_call(value, stream):
+    """Otherwise a mistake of the model would end the program, or be another history."""
+    call = f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>'
+
+    async def talk():
+        async with session_of(Speaker(tokenizer(), call, "b")) as client:
+            url = client.session.base_url.removesuffix("/v1")
+            async with anthropic.AsyncAnthropic(base_url=url, api_key=client.session.token) as api:
+                request = {"model": "m", "max_tokens": 99, "messages": [user("u")]}
+                request["tools"] = [{"name": "f", "input_schema": {"type": "object"}}]
+
+                async def ask():
+                    if not stream:
+                        return await api.messages.create(**request)
+                    async with api.messages.stream(**request) as events:
+                        return await events.get_final_message()
+
+                said = await ask()
+                request["messages"] += [{"role": "assistant", "content": said.content}, user("v")]
+                await ask()
+            return said, client.session.record.nodes
+
+    said, nodes = asyncio.run(talk())
+    assert said.stop_reason == "end_turn" and [block.text for block in said.content] == [call]
+    assert nodes[1].parent is nodes[0]
+
+
 def test_a_conversation_goes_on_in_another_dialect():
     async def talk():
         async with session_of(Speaker(tokenizer(), "a", "b", "c", "d")) as client:
@@ -386,7 +415,13 @@ BLOCK = {"type": "image", "source": {}}
             {"messages": [user("u")], "output_config": {"format": {"type": "json_schema"}}},
             "format={'type': 'json_schema'} is not supported",
         ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": []}]}]},
+            "a block of type [] of user",
+        ),
         ("responses", {}, "input=None must be a list"),
+        ("responses", {"input": [{"type": {}}]}, "input[0] must be an object of type"),
         ("responses", {"input": [{"type": "reasoning"}]}, "input[0] must be an object of type"),
         ("responses", {"input": "u", "tools": [{"type": "web_search"}]}, "type 'web_search'"),
         ("responses", {"input": "u", "background": True}, "background=True is not supported"),

@@ -440,25 +440,20 @@ def test_special_tokens_in_arguments_of_calls_are_text():
 
 
 def test_lone_surrogates_are_answered():
-    """JSON can write them, UTF-8 cannot: from a program, and from a model in its calls."""
-    call = '<tool_call>{"name": "\\ud800", "arguments": {"x": "\\ud800"}}</tool_call>'
+    """JSON can write them, UTF-8 cannot."""
+    function = {"name": "\ud800", "arguments": {"x": "\ud800"}}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    history = [user("\ud800"), {"role": "assistant", "tool_calls": calls}, tool(calls[0], "t")]
 
     async def talk():
-        tokens = tokenizer_of(CALLS_OF_QWEN)
-        async with session_of(Speaker(tokens, call, "ok", "end")) as client:
-            history = [*await client.say([user("u")], tools=TOOLS), user("v")]
-            # An edited beginning has the call encoded.
-            for first in ("u", "w"):
-                content = json.dumps({"messages": [user(first), *history[1:]], "tools": TOOLS})
-                headers = client.headers | {"Content-Type": "application/json"}
-                url = f"{client.session.base_url}/chat/completions"
-                response = await client.http.post(url, content=content, headers=headers)
-                assert response.status_code == 200, response.text
-            return history, client.session.record.nodes
+        async with session_of(Speaker(tokenizer_of(CALLS_OF_QWEN), "ok")) as client:
+            content = json.dumps({"messages": history, "tools": TOOLS})
+            headers = client.headers | {"Content-Type": "application/json"}
+            url = f"{client.session.base_url}/chat/completions"
+            return await client.http.post(url, content=content, headers=headers)
 
-    history, nodes = asyncio.run(talk())
-    assert history[1]["tool_calls"][0]["function"]["name"] == "\ud800"
-    assert nodes[1].parent is nodes[0] and nodes[2].root is Root.NEW
+    response = asyncio.run(talk())
+    assert response.status_code == 200, response.text
 
 
 def test_other_tools_are_another_conversation():

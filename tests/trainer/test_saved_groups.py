@@ -282,6 +282,16 @@ def test_running_groups_go_on_at_their_age(groups, tmp_path, monkeypatch):
     assert again.begun(4) == [None] * 2, "once"
 
 
+def test_finished_samples_of_agent_programs_wait_for_their_group(groups, tmp_path, monkeypatch):
+    """Their prompts are those of the program, not of the row."""
+    session = {"requests": 1}
+    one = Trajectory([9], [4, 4], [1, 1], [-0.5, -0.5], weight_versions=[(2, 2)], session=session)
+    name = (uid_of(4, PROMPTS), SAMPLES - 1)
+    groups.running = {4: as_rows([Running(name, one, is_finished=True)])}
+    again, warnings, _ = open_again(monkeypatch, *save(groups, tmp_path))
+    assert not warnings and begun(again) == {4: 2}
+
+
 def test_a_group_that_waits_to_go_on_is_saved_again_as_one_that_runs(groups, tmp_path, monkeypatch):
     groups.running = {4: looked_at(4, 2)}
     again, *_ = open_again(monkeypatch, *save(groups, tmp_path / "a"))

@@ -78,7 +78,7 @@ def _message(message: Any, where: str, names: list[str]) -> list[Json]:
     found: list[Json] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in _BLOCKS or (kind == "tool_use") > (role == "assistant"):
+        if kind not in tuple(_BLOCKS) or (kind == "tool_use") > (role == "assistant"):
             raise Refused(f"{where}.content has a block of type {kind!r:.80} of {role}")
         names += ignored(block, _BLOCKS[kind], "messages[].content[].")
         if kind == "tool_result":

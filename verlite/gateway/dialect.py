@@ -280,6 +280,8 @@ def _calls(texts: Sequence[str], number: int) -> list[Json]:
     for i, text in enumerate(texts):
         try:
             read = parse_foreign_json(text.encode())
+            # NaN, and lone surrogates: clients cannot send them back.
+            json.dumps(read, allow_nan=False, ensure_ascii=False).encode()
         except ValueError:
             return []
         if not isinstance(read, dict) or not isinstance(read.get("name"), str):

@@ -84,7 +84,7 @@ def _messages(items: Sequence[Any], names: list[str]) -> list[Json]:
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind not in _ITEMS:
+        if kind not in tuple(_ITEMS):
             raise Refused(f"{where} must be an object of type {', '.join(_ITEMS)}")
         names += ignored(item, _ITEMS[kind], "input[].")
         if kind == "message":

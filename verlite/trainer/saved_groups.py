@@ -6,6 +6,7 @@ columns, and two that tell whether a group is still what the run would ask for (
 `sampling` as text). A group that is not is sampled again, so nothing here refuses a checkpoint.
 """
 
+import operator
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -165,12 +166,14 @@ def _goes_on(rows: DataProto, requests: DataProto, oldest: int) -> bool:
     places = rows.batch["sample_index"].tolist()
     if sorted(set(places)) != places or not 0 <= places[0] <= places[-1] < len(requests):
         return False
-    own = requests.select_idxs(places).non_tensor_batch
+    own, mine = requests.select_idxs(places).non_tensor_batch, rows.non_tensor_batch
     asked = [str(one) for one in own["sampling"]]
     found = oldest_of(rows)
+    is_of_program = [bool(state["trajectory"].get(SESSION)) for state in mine["running"]]
+    same_prompt = map(_same_tokens, mine["prompt_ids"], own["prompt_ids"])
     return (
-        list(rows.non_tensor_batch["sampling"]) == asked
-        and all(map(_same_tokens, rows.non_tensor_batch["prompt_ids"], own["prompt_ids"]))
+        list(mine["sampling"]) == asked
+        and all(map(operator.or_, is_of_program, same_prompt))
         and (found is None or found >= oldest)
     )
 
