@@ -397,6 +397,29 @@ def test_a_terminal_that_is_gone_does_not_keep_the_report_from_the_disk(
     assert "error: the raylet has ended" in capfd.readouterr().err
 
 
+NO_FILES = """
+import os, pathlib, resource, sys
+from verlite.trainer.stop import Stop
+stop = Stop()
+stop.begin(pathlib.Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    with stop.reported_first():
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    os._exit(stop.machine.code + 10)
+"""
+
+
+def test_a_run_without_files_left_to_open_is_reported(tmp_path):
+    command = [sys.executable, "-c", NO_FILES, str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert "error: [Errno 24] Too many open files" in done.stderr
+    assert done.returncode == FAILED + 10
+
+
 def test_a_finished_run_stays_finished(stop, tmp_path):
     assert stop.decide(0) == 0
     assert stop.report(RayLost("the GCS has ended")) == 0

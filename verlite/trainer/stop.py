@@ -117,6 +117,8 @@ class Stop:
     def begin(self, run_dir: Path) -> None:
         """Start the driver's log and run.json in a locked run directory, and remove the error of an
         earlier run."""
+        from rich import text, traceback  # noqa: F401  while a file can be opened
+
         from verlite.trainer import run_record
 
         self.run_dir = run_dir
