@@ -1,7 +1,7 @@
 """The control on a virtual clock, with simulated stages, engines, services, a disk and a command
 that is started again, as `verlite supervise` does.
 
-`Process` does what `trainer.run`, `trainer.finish`, `sft.run` and `controller.stop` do with a
+`Process` does what `trainer.run`, `trainer.finish`, `sft.run` and `trainer.stop` do with a
 command. What it knows itself (`tests.control.rules`) is written down without a look into the
 machine, and compared after every event.
 """
