@@ -120,6 +120,7 @@ PPO = Command(
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.model.tokenizer_path",
         "critic.model.path",
+        "distillation.teacher_models.teacher_model.model_path",
         "custom_reward_function.path",
         "trainer.default_local_dir",
         "trainer.resume_from_path",

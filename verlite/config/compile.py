@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from verlite.config.plan import (
+    TEACHER,
     Plan,
     engine_settings,
     files_of,
-    reference_urls,
     scores_remotely,
     syncs_adapters,
 )
@@ -28,6 +29,7 @@ from verlite.spec.roles import (
     AgentSpec,
     CriticSpec,
     DataSpec,
+    DistillationSpec,
     EngineSpec,
     EnvSpec,
     FSDPSpec,
@@ -57,15 +59,15 @@ def role_spec(role: str, config: Config, plan: Plan, total_steps: int) -> Any:
 
     total_steps: training steps of the whole run.
     """
-    make = {
+    make: dict[str, Callable[..., Any]] = {
         "actor": actor_spec,
         "inference": inference_spec,
-        "ref": reference_spec,
+        "ref": partial(reference_spec, "ref"),
+        "teacher": partial(reference_spec, "teacher"),
         "critic": critic_spec,
         "rollout": lambda config, plan, _: rollout_spec(config, plan),
     }
-    compiled: Callable[..., Any] = make[role]
-    return compiled(config, plan, total_steps)
+    return make[role](config, plan, total_steps)
 
 
 def actor_spec(config: Config, plan: Plan, total_steps: int) -> ActorSpec:
@@ -104,9 +106,9 @@ def inference_spec(config: Config, plan: Plan, total_steps: int) -> InferenceSpe
     )
 
 
-def reference_spec(config: Config, plan: Plan, total_steps: int) -> ReferenceSpec:
+def reference_spec(role: str, config: Config, plan: Plan, total_steps: int) -> ReferenceSpec:
     assert plan.ref_micro is not None
-    return ReferenceSpec(**_training(config, plan, total_steps, "ref"), micro=plan.ref_micro)
+    return ReferenceSpec(**_training(config, plan, total_steps, role), micro=plan.ref_micro)
 
 
 def critic_spec(config: Config, plan: Plan, total_steps: int) -> CriticSpec:
@@ -146,6 +148,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
 
 def policy_loss_spec(config: Config, plan: Plan) -> PolicyLossSpec:
     actor = config.actor_rollout_ref.actor
+    distillation = config.distillation
     return take(
         PolicyLossSpec,
         actor,
@@ -161,6 +164,9 @@ def policy_loss_spec(config: Config, plan: Plan) -> PolicyLossSpec:
             "rollout_correction": plan.correction,
             **actor.policy_loss.kwargs,
         },
+        distillation=take(DistillationSpec, distillation.distillation_loss)
+        if distillation.enabled
+        else None,
     )
 
 
@@ -179,6 +185,25 @@ def advantage_spec(config: Config) -> AdvantageSpec:
 def model_spec(model: ModelConfig, **values: Any) -> ModelSpec:
     """Return a section `model`; `values` take the place of its own."""
     return take(ModelSpec, model, **values)
+
+
+def teacher_model_spec(config: Config) -> ModelSpec:
+    """Return the teacher that the run loads. How it runs is as the policy's model says."""
+    model = config.actor_rollout_ref.model
+    return ModelSpec(
+        path=config.distillation.teacher_models.teacher_model.model_path or "",
+        trust_remote_code=model.trust_remote_code,
+        use_remove_padding=model.use_remove_padding,
+    )
+
+
+def reference_service_spec(config: Config) -> ReferenceServiceSpec:
+    return service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
+
+
+def teacher_service_spec(config: Config) -> ReferenceServiceSpec:
+    spec = service_spec(ReferenceServiceSpec, config.distillation.teacher_models.teacher_model)
+    return replace(spec, name="teacher service", section=TEACHER.removesuffix("."))
 
 
 def generation_spec(
@@ -249,7 +274,9 @@ def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:
     actor = policy.actor
     model = model_spec(policy.model)
     optim = None
-    if role == "actor":
+    if role == "teacher":
+        model = teacher_model_spec(config)
+    elif role == "actor":
         optim = take(OptimSpec, actor.optim)
     elif role == "critic":
         model = model_spec(config.critic.model, path=plan.critic_model_path)
@@ -282,9 +309,6 @@ def _log_probs(config: Config, plan: Plan) -> LogProbSpec:
         micro=plan.log_prob_micro,
         needs_sum_pi_squared=plan.needs_sum_pi_squared,
         reference_micro=plan.ref_micro,
-        reference=service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
-        if reference_urls(config)
-        else None,
     )
 
 

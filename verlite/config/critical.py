@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verlite.config.plan import files_of, max_turns, program_code
+from verlite.config.plan import TEACHER, computes_teacher, files_of, max_turns, program_code
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
@@ -29,6 +29,7 @@ AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length",
 LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 CONTENT = "contents of data.train_files (SHA-256)"
 MODEL_CONTENT = "contents of the model's files (SHA-256)"
+TEACHER_CONTENT = "contents of the teacher's files (SHA-256)"
 TOOLS_CONTENT = "env.kwargs with the contents of the file of tools (SHA-256)"
 FOLDERS = {
     "path": MODEL_CONTENT,
@@ -41,6 +42,7 @@ CONTENT_OF = {
     **{f"model.{key}": name for key, name in FOLDERS.items()},
     "data.train_files": CONTENT,
     "env.kwargs": TOOLS_CONTENT,
+    f"{TEACHER}model_path": TEACHER_CONTENT,
 }
 """Keys whose paths may change if the contents under them do not."""
 TOKENIZER_FILES = (
@@ -209,6 +211,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "max_turns": max_turns(config),
         **(_environment(config) if max_turns(config) else {}),
         **(_agent(config) if config.agent.command else {}),
+        **(_teacher(config) if computes_teacher(config) else {}),
     }
 
 
@@ -218,6 +221,13 @@ def _agent(config: Config) -> dict[str, Any]:
     settings = {f"agent.{name}": getattr(config.agent, name) for name in names}
     lengths = ("max_prompt_length", "max_response_length")
     return settings | {f"data.{name}": getattr(config.data, name) for name in lengths}
+
+
+def _teacher(config: Config) -> dict[str, Any]:
+    """Return the teacher that the run computes, with its folder's contents."""
+    path = config.distillation.teacher_models.teacher_model.model_path
+    code = config.actor_rollout_ref.model.trust_remote_code
+    return {f"{TEACHER}model_path": path, TEACHER_CONTENT: model_contents(path, code=code)}
 
 
 def tuning_settings(config: TuningConfig) -> dict[str, Any]:

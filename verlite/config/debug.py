@@ -23,6 +23,8 @@ LIFTED = (
     "reward.remote.deadline_s",
     "actor_rollout_ref.ref.timeout_s",
     "actor_rollout_ref.ref.deadline_s",
+    "distillation.teacher_models.teacher_model.timeout_s",
+    "distillation.teacher_models.teacher_model.deadline_s",
     "retriever.timeout_s",
     "retriever.deadline_s",
 )

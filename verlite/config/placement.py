@@ -18,7 +18,7 @@ from typing import Any
 
 from verlite.masking import display, is_secret
 
-ROLES = ("actor", "rollout", "inference", "ref", "critic")
+ROLES = ("actor", "rollout", "inference", "ref", "teacher", "critic")
 """Every role that can have devices. Rewards run in host processes and need none."""
 RENAMED = {"actor_inference": "inference"}
 """RLinf's other names of roles."""
@@ -62,8 +62,8 @@ class Shape:
 def parse(spec: Mapping[str, object] | None, shape: Shape) -> dict[str, list[int]]:
     """Return the devices of each role, in rank order.
 
-    A role that is not named uses the devices of the actor, and `ref` those of `inference` if that
-    is named. `inference` is in the result only if it is named.
+    A role that is not named uses the devices of the actor, and `ref` and `teacher` those of
+    `inference` if that is named. `inference` is in the result only if it is named.
 
     Args:
         spec: role names to placements. None: all roles share all devices.
@@ -92,7 +92,7 @@ def parse(spec: Mapping[str, object] | None, shape: Shape) -> dict[str, list[int
         wrong.append("'actor' is not placed")
     if wrong:
         raise ValueError("\n".join(dict.fromkeys(wrong)))
-    default = {"ref": placed.get("inference", placed["actor"])}
+    default = dict.fromkeys(("ref", "teacher"), placed.get("inference", placed["actor"]))
     return {
         role: placed.get(role, default.get(role, placed["actor"]))
         for role in ROLES
@@ -265,7 +265,14 @@ def _count(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
-LETTERS = {"actor": "A", "rollout": "R", "inference": "I", "ref": "F", "critic": "C"}
+LETTERS = {
+    "actor": "A",
+    "rollout": "R",
+    "inference": "I",
+    "ref": "F",
+    "teacher": "T",
+    "critic": "C",
+}
 MODES = {
     "collocated": "collocated: every role on all devices",
     "disaggregated": "disaggregated: {phases} on devices of their own",

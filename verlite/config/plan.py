@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ROLLOUT = "actor_rollout_ref.rollout."
+REF = "actor_rollout_ref.ref."
+TEACHER = "distillation.teacher_models.teacher_model."
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Plan:
     log_prob_micro: Micro
     """Old log-probs."""
     ref_micro: Micro | None
-    """Reference log-probs."""
+    """Log-probs of reference and teacher."""
     value_micro: Micro | None
     """Values."""
 
@@ -82,6 +84,10 @@ class Plan:
     role is placed, otherwise the actor."""
     reference_urls: list[str]
     """Addresses of the service that computes reference log-probs; [] if the run does."""
+    teacher: str | None
+    """The teacher's model, as the run loads it. None: a service has it, or there is no teacher."""
+    teacher_urls: list[str]
+    """Addresses of the service with the teacher."""
     needs_greedy_baseline: bool
     """remax: one additional greedy sample per prompt."""
     needs_old_log_probs: bool
@@ -234,11 +240,15 @@ class Plan:
             updates = f"{counted(self.critic.per_step, 'update')} of {self.critic.mini_rows}"
             lines.append(("critic", f"{updates}; micro-batches of {self.critic.micro}"))
         passes = [f"old log-probs {self.log_prob_micro}"]
-        if self.ref_micro:
-            passes.append(f"reference {self.ref_micro}")
-        if self.reference_urls:
-            urls = display("actor_rollout_ref.ref.url", self.reference_urls, known=True)
-            passes.append(f"reference by the service at {urls[1:-1]}")
+        own = {"reference": self.needs_reference and not self.reference_urls}
+        own["teacher"] = self.teacher is not None
+        passes += [f"{name} {self.ref_micro}" for name, is_own in own.items() if is_own]
+        remote = {"reference": (f"{REF}url", self.reference_urls)}
+        remote["teacher"] = (f"{TEACHER}url", self.teacher_urls)
+        for name, (key, addresses) in remote.items():
+            if addresses:
+                urls = display(key, addresses, known=True)
+                passes.append(f"{name} by the service at {urls[1:-1]}")
         if self.value_micro:
             passes.append(f"values {self.value_micro}")
         lines.append(("forward passes", "micro-batches: " + ", ".join(passes)))
@@ -334,6 +344,10 @@ def _placement(config: Config, device: str) -> dict[str, Any]:
         "needs_reference": needs_reference(config),
         "reference_is_actor": reference_is_actor(config),
         "reference_urls": reference_urls(config),
+        "teacher": config.distillation.teacher_models.teacher_model.model_path
+        if computes_teacher(config)
+        else None,
+        "teacher_urls": teacher_urls(config),
     }
 
 
@@ -421,7 +435,9 @@ def _forward_passes(config: Config, shared: dict[str, int]) -> dict[str, Any]:
         )
     return {
         "log_prob_micro": micro["rollout"],
-        "ref_micro": micro["ref"] if computes_reference(config) else None,
+        "ref_micro": micro["ref"]
+        if computes_reference(config) or computes_teacher(config)
+        else None,
     }
 
 
@@ -593,7 +609,18 @@ def _algorithm_words(config: Config, fields: dict[str, Any]) -> list[str]:
         words.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
     if not needs_reference(config):
         words.append("no KL term")
+    if config.distillation.enabled:
+        words.append(_distillation_words(config))
     return [*words, f"learning rate {actor.optim.lr:g}"]
+
+
+def _distillation_words(config: Config) -> str:
+    teacher = config.distillation.teacher_models.teacher_model
+    loss = config.distillation.distillation_loss
+    name = teacher.model_path if computes_teacher(config) else "a service"
+    form = "policy gradient" if loss.use_policy_gradient else "loss"
+    weight = f" x {loss.distillation_loss_coef:g}" if loss.use_task_rewards else ", no task rewards"
+    return f"distillation from {name}, {loss.loss_mode} as {form}{weight}"
 
 
 def _model(model: ModelConfig) -> str:
@@ -765,6 +792,8 @@ def roles(config: Config) -> tuple[str, ...]:
         names.append("inference")
     if computes_reference(config) and not reference_is_actor(config):
         names.append("ref")
+    if computes_teacher(config):
+        names.append("teacher")
     if needs_critic(config):
         names.append("critic")
     return tuple(names)
@@ -822,10 +851,12 @@ def needs_reference(config: Config) -> bool:
 def sequence_parallel(config: Config) -> dict[str, int]:
     """Return the sequence-parallel size of each role with a training engine."""
     actor = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    ref = _first(config.actor_rollout_ref.ref.ulysses_sequence_parallel_size, actor)
     return {
         "actor": actor,
         "inference": actor,
-        "ref": _first(config.actor_rollout_ref.ref.ulysses_sequence_parallel_size, actor),
+        "ref": ref,
+        "teacher": ref,
         "critic": config.critic.ulysses_sequence_parallel_size,
     }
 
@@ -844,6 +875,7 @@ def engine_settings(config: Config, role: str, device: str) -> FSDPConfig:
         sections = {
             "actor": policy.actor.fsdp_config,
             "ref": policy.ref.fsdp_config,
+            "teacher": policy.ref.fsdp_config,
             "critic": config.critic.model.fsdp_config,
         }
         return sections[role]
@@ -891,6 +923,19 @@ def reference_urls(config: Config) -> list[str]:
 def computes_reference(config: Config) -> bool:
     """Return whether the run computes reference log-probs on its own devices."""
     return needs_reference(config) and not reference_urls(config)
+
+
+def teacher_urls(config: Config) -> list[str]:
+    """Return the addresses of the service with the teacher; [] if the run computes it, or has
+    none."""
+    distillation = config.distillation
+    url = distillation.teacher_models.teacher_model.url
+    return [str(one) for one in files_of(url)] if distillation.enabled else []
+
+
+def computes_teacher(config: Config) -> bool:
+    """Return whether the run computes a teacher's log-probs on its own devices."""
+    return config.distillation.enabled and not teacher_urls(config)
 
 
 def resolve_device(name: str) -> str:

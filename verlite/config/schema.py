@@ -30,8 +30,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 GIVEN_VALIDATION = "data.val_files is given"
 NOT_THE_ACTOR = "the model has no LoRA adapters, without which it is the reference itself"
-OWN_REFERENCE = "the run computes reference log-probs (ref.url=null)"
+OWN_REFERENCE = "the run computes log-probs of a reference or teacher itself (url=null)"
 KL_TERM = "a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
+KL_OR_TEACHER = (
+    "a KL term or a teacher is on (algorithm.use_kl_in_reward, actor.use_kl_loss or "
+    "distillation.enabled)"
+)
 CRITIC = "the run has a critic"
 VLLM = "the rollout engine is vllm"
 SERVER = "actor_rollout_ref.rollout.name=server"
@@ -45,6 +49,7 @@ UNWHITENED = "the estimator does not whiten its advantages"
 GDPO = "algorithm.adv_estimator=gdpo"
 ASYNC = "trainer.mode=async"
 OWN_LORA = "lora_adapter_path determines it"
+DISTILLS = "distillation.enabled=true"
 DEVICE_HINTS = {
     "npu": "Ascend NPUs are not supported.",
     "gpu": "A GPU is called cuda.",
@@ -387,12 +392,15 @@ class ActorConfig:
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy. It exists if a KL term uses it."""
+    """The frozen reference policy. It exists if a KL term uses it.
+
+    A distillation teacher that the run computes itself has the same micro-batches and fsdp_config.
+    """
 
     url: Addresses = key(None,
         "Address, or list of addresses, of a reference service (`verlite serve reference`), such "
         "as http://host:8001. null: the run computes reference log-probs on its own devices.",
-        used_when=NOT_THE_ACTOR)
+        used_when=(KL_TERM, NOT_THE_ACTOR))
     token_env: Optional[str] = key(None,
         "Environment variable with the bearer token that the service asks for. null: it needs "
         "none.",
@@ -415,8 +423,8 @@ class RefConfig:
         used_when="reference passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)")
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig,
         "Sharding, precision and offload of the reference.",
-        used_when="the reference has its own worker",
-        note="with LoRA the actor without its adapters is the reference, with ref.url a service")
+        used_when="a reference or teacher has its own worker",
+        note="with LoRA the actor without its adapters is the reference, with a url a service")
     ulysses_sequence_parallel_size: Optional[int] = key(None,
         "Devices that share each micro-batch. null: as the actor's.",
         bound=">= 1", used_when=OWN_REFERENCE)
@@ -581,7 +589,7 @@ class ActorRolloutRefConfig:
 
     model: ModelConfig = section(ModelConfig, "The policy's model.")
     actor: ActorConfig = section(ActorConfig, "The policy's updates.")
-    ref: RefConfig = section(RefConfig, "The reference policy.", used_when=KL_TERM)
+    ref: RefConfig = section(RefConfig, "The reference policy.", used_when=KL_OR_TEACHER)
     rollout: RolloutConfig = section(RolloutConfig, "Generation.")
 
 
@@ -1241,6 +1249,79 @@ class RetrieverConfig:
 
 
 @dataclass
+class TeacherConfig:
+    """The teacher of on-policy distillation."""
+
+    model_path: Optional[str] = key(None,
+        "Folder of the teacher, or its name on the hub. The run computes its log-probs as it does "
+        "those of a reference. The tokenizer must be the policy's. null: url.",
+        used_when=".url=null")
+    url: Addresses = key(None,
+        "Address, or list of addresses, of a service with the teacher (`verlite serve "
+        "reference`), such as http://host:8001. null: model_path.")
+    token_env: Optional[str] = key(None,
+        "Environment variable with the bearer token that the service asks for. null: it needs "
+        "none.",
+        used_when=".url!=null")
+    timeout_s: float = key(300.0,
+        "Longest time for one request to the service. A slower one is retried.",
+        bound="> 0", used_when=".url!=null")
+    deadline_s: float = key(900.0,
+        "Longest time for one request with all its retries. After that the run stops.",
+        bound="> 0", used_when=".url!=null")
+
+
+@dataclass
+class TeacherModelsConfig:
+    """The teachers. There is one."""
+
+    teacher_model: TeacherConfig = section(TeacherConfig, "The teacher.")
+
+
+@dataclass
+class DistillationLossConfig:
+    """The distillation term, aggregated by actor.loss_agg_mode over the tokens that are trained."""
+
+    loss_mode: str = key("k3",
+        "Estimator of KL(policy || teacher) per token: kl/k1, abs, mse/k2, low_var_kl/k3. A "
+        "trailing + uses k2's gradient with the estimator's value. The reverse KL is trained by "
+        "k1 with use_policy_gradient, and by k2 or a + without it; k3's own gradient is that of "
+        "KL(teacher || policy).",
+        choices=catalog.KL_KINDS,
+        hints={name: "The teacher gives the log-probs of the sampled tokens alone: use k1 with "
+               "use_policy_gradient=true, or k2." for name in
+               ("forward_kl_topk", "forward_kl_topk_tail")})
+    use_policy_gradient: bool = key(False,
+        "Train the negative estimate as the advantage of each token, by the actor's policy loss "
+        "and clip range. false: the estimate itself is the loss.")
+    use_task_rewards: bool = key(True,
+        "Add the distillation term to the policy loss of the task's rewards. false: it takes its "
+        "place; scores are only measured.")
+    distillation_loss_coef: float = key(1.0,
+        "Weight of the distillation term beside that of the task's rewards.",
+        bound=">= 0", used_when=".use_task_rewards=true")
+    log_prob_min_clamp: Optional[float] = key(None,
+        "Raise log-probs of policy and teacher to at least this before they are compared. null: "
+        "they are taken as they are.",
+        bound="finite")
+    loss_max_clamp: Optional[float] = key(None,
+        "Limit the estimate of a token to this on both sides, without gradient beyond. null: no "
+        "limit.",
+        bound="> 0")
+
+
+@dataclass
+class DistillationConfig:
+    """On-policy distillation: a teacher judges each token that the policy has sampled."""
+
+    enabled: bool = key(False, "Train the policy towards a teacher, on its own samples.")
+    teacher_models: TeacherModelsConfig = section(TeacherModelsConfig, "Who the teacher is.",
+        used_when=DISTILLS)
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig,
+        "What is trained.", used_when=DISTILLS)
+
+
+@dataclass
 class Config:
     """The whole configuration of a training run."""
 
@@ -1248,6 +1329,7 @@ class Config:
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "The policy.")
     critic: CriticConfig = section(CriticConfig, "The value function.", used_when=CRITIC)
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "From rewards to advantages.")
+    distillation: DistillationConfig = section(DistillationConfig, "On-policy distillation.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig,
         "Your own reward function.")
     reward: RewardConfig = section(RewardConfig, "How scoring runs.")

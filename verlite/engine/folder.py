@@ -1,6 +1,8 @@
 """Tokenizer and configuration of a model, read from its folder or from the hub before the model is
 built."""
 
+import hashlib
+import json
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +71,13 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a SHA-256 of the tokens and their ids, added ones included. Tokenizers with the same
+    read the same text in the same ids."""
+    pairs = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def load_config(model: ModelSpec) -> PretrainedConfig:

@@ -10,10 +10,9 @@ from verlite.engine.reference_wire import Job, ModelInfo, read_answer, read_info
 from verlite.http.client import Client, Refused, Retry, Server, Unavailable
 from verlite.spec.roles import ReferenceServiceSpec
 
-KEY = "actor_rollout_ref.ref"
 REQUEST_TOKENS = 1 << 16
 REQUEST_SEQUENCES = 512
-START = "Start it (verlite serve reference --model_path PATH --port 8001), or correct " + KEY
+START = "Start it (verlite serve reference --model_path PATH --port 8001), or correct "
 
 
 class ReferenceUnavailable(RuntimeError):
@@ -45,7 +44,7 @@ def check(spec: ReferenceServiceSpec) -> tuple[ModelInfo, str | None]:
             address = f"{server.url}/model"
             infos[str(server)] = await client.attempt(address, None, read_info, method="GET")
 
-        return await client.check(probe, f"{START}.url")
+        return await client.check(probe, f"{START}{spec.section}.url")
 
     try:
         warning = asyncio.run(ask())
@@ -55,7 +54,7 @@ def check(spec: ReferenceServiceSpec) -> tuple[ModelInfo, str | None]:
     for address, other in others:
         if other.model != info.model:
             raise WrongReference(
-                f"{KEY}.url names services with different models: {first} has {info.name} "
+                f"{spec.section}.url names services with different models: {first} has {info.name} "
                 f"({info.model}), {address} has {other.name} ({other.model}). Start all of them "
                 "with the same --model_path and --dtype"
             )
@@ -78,7 +77,7 @@ def log_probs(
         model: `ModelInfo.model` that the answers must have.
 
     Raises:
-        ReferenceUnavailable: no answer within ref.deadline_s, or a server rejects a request.
+        ReferenceUnavailable: no answer within deadline_s, or a server rejects a request.
         WrongReference: an answer is from another model.
     """
     jobs = list(_jobs(sequences, scored, temperature))
@@ -88,7 +87,7 @@ def log_probs(
             # A request's deadline begins when a server is free for it.
             room = asyncio.Semaphore(spec.max_in_flight * len(client.servers))
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_one(client, job, model, room)) for job in jobs]
+                tasks = [group.create_task(_one(client, spec, job, model, room)) for job in jobs]
             return [task.result() for task in tasks]
 
     try:
@@ -99,7 +98,7 @@ def log_probs(
             raise error from None
         if isinstance(error, Unavailable | Refused | Retry):
             raise ReferenceUnavailable(
-                f"the reference service computed no log-probs for a step: {error}. The run can be "
+                f"the {spec.name} computed no log-probs for a step: {error}. The run can be "
                 "resumed when it answers"
             ) from error
         raise
@@ -107,13 +106,15 @@ def log_probs(
         raise ReferenceUnavailable(str(error)) from error
 
 
-async def _one(client: Client, job: Job, model: str, room: asyncio.Semaphore) -> list[np.ndarray]:
+async def _one(
+    client: Client, spec: ReferenceServiceSpec, job: Job, model: str, room: asyncio.Semaphore
+) -> list[np.ndarray]:
     def read(value: object) -> list[np.ndarray]:
         values, found = read_answer(value, job.scored)
         if found != model:
             raise WrongReference(
-                f"the reference service at {KEY}.url answers with another model than at the start "
-                f"of the run ({found}, not {model}). Restart it with the model of the run"
+                f"the {spec.name} at {spec.section}.url answers with another model than at the "
+                f"start of the run ({found}, not {model}). Restart it with the model of the run"
             )
         return values
 

@@ -56,6 +56,7 @@ class ModelInfo:
             not finer than the one that holds them.
         shape: values of the model's config.json, by name.
         ranks: processes that compute.
+        vocabulary: `engine.folder.vocabulary_digest` of its tokenizer; "" if it has none.
     """
 
     model: str
@@ -66,6 +67,7 @@ class ModelInfo:
     fingerprints: dict[str, int]
     shape: dict[str, Any]
     ranks: int
+    vocabulary: str = ""
 
 
 def request(job: Job) -> dict[str, Any]:
@@ -144,7 +146,8 @@ def read_info(value: Any) -> ModelInfo:
         ValueError: it is not one.
     """
     try:
-        info = ModelInfo(**{name: value[name] for name in ModelInfo.__dataclass_fields__})
+        fields = {name: value[name] for name in ModelInfo.__dataclass_fields__ if name in value}
+        info = ModelInfo(**fields)
     except (TypeError, KeyError):
         raise ValueError("GET /model is not answered by a reference service") from None
     right = (
@@ -153,6 +156,7 @@ def read_info(value: Any) -> ModelInfo:
         and isinstance(info.max_length, int)
         and isinstance(info.fingerprints, dict)
         and isinstance(info.shape, dict)
+        and isinstance(info.vocabulary, str)
     )
     if not right:
         raise ValueError("GET /model is answered with fields of other types")

@@ -74,7 +74,8 @@ class ScoringSettings:
 class TokenScorer:
     """The caller's side of the processes.
 
-    facts: what rank 0 tells of the model: vocab_size, max_length, dtype, fingerprints, shape.
+    facts: what rank 0 tells of the model: vocab_size, max_length, dtype, fingerprints, shape,
+        vocabulary.
     """
 
     def __init__(self, settings: ScoringSettings) -> None:
@@ -212,7 +213,7 @@ def _serve(rank: int, settings: ScoringSettings, end: Connection) -> None:
     unproven = family.check(model, "lm") if rank == 0 else None
     if unproven:
         log.warning(unproven)
-    end.send(_facts(engine, settings))
+    end.send(_facts(engine, settings) | {"vocabulary": _vocabulary(model)})
     while True:
         sequences, scored, temperature = end.recv()
         longest = max([1, *map(len, sequences)])
@@ -235,6 +236,16 @@ def _facts(engine: Any, settings: ScoringSettings) -> dict[str, Any]:
         "fingerprints": {name: engine.fingerprint(getattr(torch, name)) for name in names},
         "shape": {name: getattr(text, name) for name in SHAPE if hasattr(text, name)},
     }
+
+
+def _vocabulary(model: ModelSpec) -> str:
+    """Return the digest of the model's tokenizer, "" if it has none: only distillation needs it."""
+    from verlite.engine.folder import ModelError, load_tokenizer, vocabulary_digest
+
+    try:
+        return vocabulary_digest(load_tokenizer(model))
+    except ModelError:
+        return ""
 
 
 def rows_of(sequences: Sequence[np.ndarray], scored: Sequence[int]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from verlite import threads
 from verlite.config.load import Loaded, compose
-from verlite.config.plan import files_of, reference_urls
+from verlite.config.plan import files_of, reference_urls, teacher_urls
 from verlite.config.problems import ConfigError, Note, Problem
 from verlite.config.schema import Config
 from verlite.launch import ClusterError, training
@@ -195,6 +195,9 @@ def _services(config: Config) -> Iterator[tuple[str, str, str]]:
             yield "generation", url.rstrip("/"), rollout.server_token_env or ""
     for url in reference_urls(config):
         yield "reference", url.rstrip("/"), policy.ref.token_env or ""
+    for url in teacher_urls(config):
+        teacher = config.distillation.teacher_models.teacher_model
+        yield "reference", url.rstrip("/"), teacher.token_env or ""
 
 
 RAY_STOP_S = 60.0

@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from verlite import hub
 from verlite.config.commands import PPO
 from verlite.config.load import Loaded, compose
-from verlite.config.plan import needs_critic
+from verlite.config.plan import computes_teacher, needs_critic
 from verlite.config.problems import ConfigError, Note, Problem
 from verlite.config.schema import Config
 from verlite.config.sources import from_command_line
@@ -334,6 +334,8 @@ def _hub_models(config: Config) -> Iterator[str]:
     paths: list[str | None] = [config.actor_rollout_ref.model.path]
     if needs_critic(config):
         paths.append(config.critic.model.path)
+    if computes_teacher(config):
+        paths.append(config.distillation.teacher_models.teacher_model.model_path)
     for path in dict.fromkeys(paths):
         if path and "/" in path and hub.NAME.fullmatch(path) and not Path(path).exists():
             yield path

@@ -85,6 +85,8 @@ FIELDS: dict[str, Field] = {
         "importance weight between trainer and rollout engine"),
     "ref_log_prob": Field("B R", _FLOAT, "reference_log_probs",
         "log-prob under the frozen reference policy"),
+    "teacher_log_prob": Field("B R", _FLOAT, "teacher_log_probs",
+        "log-prob under the teacher of distillation"),
     "values": Field("B R", _FLOAT, "values", "the critic's value before each token"),
     # Scores, rewards and advantages.
     "raw_scores": Field("B", _FLOAT, "generate", "score that the reward function returned"),

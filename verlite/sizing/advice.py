@@ -379,8 +379,9 @@ def _lower_utilization(run: SizedRun) -> Iterator[tuple[str, object]]:
 def _switches(run: SizedRun, wanted: bool) -> list[str]:
     """Return the switches of offload that are on, or off, of the roles that exist."""
     keys = []
+    held = {"ref" if role == "teacher" else role for role in run.memory.roles}
     for role, section in FSDP.items():
-        if role not in run.memory.roles:
+        if role not in held:
             continue
         if role == "ref":
             keys.append(f"{section}.param_offload")

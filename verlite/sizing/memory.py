@@ -104,7 +104,7 @@ def sync_bytes(plan: Plan, facts: ModelFacts) -> SyncBytes:
     return SyncBytes(facts.exported, plan.sync_dtype, whole, per_device, uses, adapters)
 
 
-TRAINING_ROLES = ("actor", "inference", "ref", "critic")
+TRAINING_ROLES = ("actor", "inference", "ref", "teacher", "critic")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def role_passes(config: Config, plan: Plan, role: str) -> Passes:
     """Return what a role runs, if every sample has the longest length."""
     groups = len(plan.placement[role]) // plan.sequence_parallel[role]
     step_rows = -(-plan.batch_size // groups)
-    if role == "ref":
+    if role in ("ref", "teacher"):
         return Passes(largest(plan, plan.ref_micro, step_rows), None)
     if role == "critic":
         assert plan.critic is not None
@@ -208,6 +208,7 @@ _NAMES = {
     "actor": ("old log-probs", "actor update"),
     "inference": ("old log-probs", ""),
     "ref": ("reference log-probs", ""),
+    "teacher": ("teacher's log-probs", ""),
     "critic": ("values", "critic update"),
 }
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verlite.config.compile import model_spec
+from verlite.config.compile import model_spec, teacher_model_spec
 from verlite.config.placement import ranges
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
@@ -88,10 +88,11 @@ def _span(cells: list[str | None]) -> str:
 
 @dataclass(frozen=True)
 class RunModels:
-    """The policy and, with a critic, its model."""
+    """The policy and, where the run computes them, critic and teacher."""
 
     policy: ModelFacts
     critic: ModelFacts | None
+    teacher: ModelFacts | None = None
 
 
 def run_models(config: Config, plan: Plan) -> RunModels:
@@ -100,10 +101,12 @@ def run_models(config: Config, plan: Plan) -> RunModels:
     Raises:
         ModelError: a model has no usable config.json.
     """
-    policy, critic = config.actor_rollout_ref.model, None
+    policy, critic, teacher = config.actor_rollout_ref.model, None, None
     if plan.critic:
         critic = model_facts(model_spec(config.critic.model, path=plan.critic_model_path), "value")
-    return RunModels(model_facts(model_spec(policy)), critic)
+    if plan.teacher:
+        teacher = model_facts(teacher_model_spec(config))
+    return RunModels(model_facts(model_spec(policy)), critic, teacher)
 
 
 def model_table(config: Config, plan: Plan, models: RunModels) -> "Table":
@@ -111,6 +114,8 @@ def model_table(config: Config, plan: Plan, models: RunModels) -> "Table":
     rows = [("policy", _model(models.policy))]
     if models.critic is not None:
         rows.append(("critic", _model(models.critic)))
+    if models.teacher is not None:
+        rows.append(("teacher", _model(models.teacher)))
     length = plan.longest_sequence
     policy = models.policy
     recomputes = config.actor_rollout_ref.model.enable_gradient_checkpointing
@@ -152,6 +157,8 @@ def step_flops(
         parts["old log-probs"] = forward
     if plan.needs_reference and not plan.reference_urls:
         parts["reference"] = forward
+    if models.teacher is not None:
+        parts["teacher"] = tokens * models.teacher.forward_flops(length)
     if plan.critic is not None and models.critic is not None:
         recomputes = config.critic.model.enable_gradient_checkpointing
         critic_update = models.critic.update_flops(length, recomputes)

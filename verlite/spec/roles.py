@@ -202,8 +202,20 @@ class RetrieverSpec(ServiceSpec):
 
 
 @dataclass(frozen=True)
+class DistillationSpec:
+    """The term that distils a teacher. Names are those of distillation.distillation_loss."""
+
+    loss_mode: str
+    use_policy_gradient: bool
+    use_task_rewards: bool
+    distillation_loss_coef: float
+    log_prob_min_clamp: float | None
+    loss_max_clamp: float | None
+
+
+@dataclass(frozen=True)
 class PolicyLossSpec:
-    """The actor's loss: policy loss, entropy, KL."""
+    """The actor's loss: policy loss, entropy, KL, distillation."""
 
     loss_mode: str
     loss_agg_mode: str
@@ -219,6 +231,7 @@ class PolicyLossSpec:
     kl_loss_importance_weighted: bool
     extra: Mapping[str, Any]
     """Settings of single losses, by their names."""
+    distillation: DistillationSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -249,8 +262,6 @@ class LogProbSpec:
     needs_sum_pi_squared: bool
     reference_micro: Micro | None
     """Of the reference, where the policy without its adapters is the reference."""
-    reference: ReferenceServiceSpec | None
-    """The reference service."""
 
 
 @dataclass(frozen=True)

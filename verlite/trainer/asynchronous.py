@@ -12,6 +12,7 @@ from verlite.trainer.stages.advantage import (
     loss_mask,
     old_log_probs,
     reference_log_probs,
+    teacher_log_probs,
     values,
 )
 from verlite.trainer.stages.groups import finished_groups, first_weights, sync_running_engines
@@ -28,6 +29,7 @@ def train(run: Run) -> None:
         batch = old_log_probs(run, batch)  # old_log_probs
         batch = loss_mask(run, batch)  # loss_mask
         batch = reference_log_probs(run, batch)  # ref_log_prob
+        batch = teacher_log_probs(run, batch)  # teacher_log_prob
         batch = values(run, batch)  # values
         batch = advantages(run, batch)  # rewards advantages returns
         update_critic(run, batch)

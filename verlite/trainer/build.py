@@ -38,7 +38,7 @@ from verlite.trainer.opening import (
     resumed_text,
 )
 from verlite.trainer.preflight import LIBRARIES, walk
-from verlite.trainer.reference import check_weights
+from verlite.trainer.reference import check_teacher, check_weights
 from verlite.trainer.run import Run, StepState
 from verlite.trainer.stages.groups import open_groups
 from verlite.trainer.tracking import METRICS, read_lines
@@ -126,9 +126,12 @@ def open_run(launch: Launch) -> Iterator[Run]:
                 ),
             ),
             service=found.service,
+            teacher_service=found.teacher_service,
         )
         if found.service:
             check_weights(config, found.service, run_dir, state["step"], run.actor.describe)
+        if found.teacher_service:
+            check_teacher(found.teacher_service, run_dir, state["step"])
         if config.trainer.mode != "sync":
             run.groups = open_groups(run, state, found.checkpoint)
         stop.where = lambda: display.where(run.step)

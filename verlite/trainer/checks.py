@@ -16,10 +16,12 @@ from verlite.config.compile import (
     env_spec,
     generation_spec,
     model_spec,
+    reference_service_spec,
     scorer_spec,
-    service_spec,
+    teacher_model_spec,
+    teacher_service_spec,
 )
-from verlite.config.plan import program_code, program_words, scores_itself, scores_remotely
+from verlite.config.plan import TEACHER, program_code, program_words, scores_itself, scores_remotely
 from verlite.config.rules.models import rotary_limit
 from verlite.config.schema import ModelConfig
 from verlite.controller import head
@@ -33,6 +35,7 @@ from verlite.data.dataset import (
 from verlite.data.sampler import PromptSampler, own_order
 from verlite.engine import reference_client
 from verlite.engine.reference_client import ReferenceUnavailable, WrongReference
+from verlite.engine.reference_wire import ModelInfo
 from verlite.envs.chat import TemplateError
 from verlite.envs.factory import build_env_factory, check_env_factory, encoder
 from verlite.envs.step import Step, ToolError
@@ -45,7 +48,7 @@ from verlite.rollout.servers import fit
 from verlite.rollout.servers.fit import Needs, NoServer
 from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.spec.roles import ReferenceServiceSpec
-from verlite.trainer.common_checks import compare_small_copy, fit_adapters, tokenizer_of
+from verlite.trainer.common_checks import compare_small_copy, fit_adapters, reading, tokenizer_of
 from verlite.trainer.errors import RunRefused, ServiceMissing
 from verlite.trainer.preflight import Preflight
 from verlite.trainer.reference import URL
@@ -137,20 +140,79 @@ def reference_service(found: Preflight) -> None:
         ServiceMissing: it does not answer.
         RunRefused: it cannot take the run's longest sequence.
     """
-    plan = found.plan
-    if not plan.reference_urls:
-        return
+    if found.plan.reference_urls:
+        found.service = _model_of(found, reference_service_spec(found.config))
+
+
+def teacher_service(found: Preflight) -> None:
+    """Ask the service with the teacher for its model. Raises as `reference_service`."""
+    if found.plan.teacher_urls:
+        found.teacher_service = _model_of(found, teacher_service_spec(found.config))
+
+
+def _model_of(found: Preflight, service: ReferenceServiceSpec) -> ModelInfo:
     with refused(WrongReference, missing=ReferenceUnavailable):
-        info, warning = reference_client.check(
-            service_spec(ReferenceServiceSpec, found.config.actor_rollout_ref.ref)
-        )
+        info, warning = reference_client.check(service)
     found.findings.warnings += [warning] if warning else []
-    if info.max_length < plan.longest_sequence:
+    longest = found.plan.longest_sequence
+    if info.max_length < longest:
         raise RunRefused(
-            f"{URL}: the service's model {info.name} takes sequences of up to {info.max_length} "
-            f"tokens; samples of this run may have {plan.longest_sequence}"
+            f"{service.section}.url: the service's model {info.name} takes sequences of up to "
+            f"{info.max_length} tokens; samples of this run may have {longest}"
         )
-    found.service = info
+    return info
+
+
+def teacher(found: Preflight) -> None:
+    """Compare the teacher's tokens with the policy's, whose samples it judges, and a small copy of
+    it with transformers. Raises RunRefused, HubMissing."""
+    if not found.config.distillation.enabled:
+        return
+    from verlite.engine import folder
+
+    info = found.teacher_service
+    if info is not None:
+        key, name = f"{TEACHER}url", info.name
+        size, digest, differences = info.vocab_size, info.vocabulary, ""
+    else:
+        spec = teacher_model_spec(found.config)
+        key, name = f"{TEACHER}model_path", spec.path
+        with reading(spec, f"{key}: "):
+            tokenizer = folder.load_tokenizer(spec)
+            described = folder.load_config(spec)
+        size, digest = folder.vocab_size(described), folder.vocabulary_digest(tokenizer)
+        differences = _differences(found.tokenizer.get_vocab(), tokenizer.get_vocab())
+        positions = getattr(described.get_text_config(), "max_position_embeddings", None)
+        if positions and positions < found.plan.longest_sequence:
+            raise RunRefused(
+                f"{key}={name}: the teacher has {positions} positions; samples of this run may "
+                f"have {found.plan.longest_sequence} tokens"
+            )
+        compare_small_copy(found, spec, f"{key}: ", "lm")
+    if digest != folder.vocabulary_digest(found.tokenizer):
+        raise RunRefused(
+            f"{key}: the teacher {name} has another tokenizer than "
+            f"actor_rollout_ref.model.path={found.model.path}{differences}. It gets the policy's "
+            "token ids, so both need the same. Use a teacher of the policy's family"
+        )
+    own = folder.vocab_size(found.described)
+    if size and own and size < own:
+        raise RunRefused(
+            f"{key}: the teacher {name} has {size} token ids, and the policy may sample {own}. Use "
+            "a teacher with at least as many"
+        )
+
+
+def _differences(own: Mapping[str, int], others: Mapping[str, int]) -> str:
+    """Return how many tokens have other ids, and the first of them, in words."""
+    found = sorted(t for t in own.keys() | others.keys() if own.get(t) != others.get(t))
+    if not found:
+        return ""
+    first = found[0]
+    return (
+        f": {len(found)} tokens differ, the first is {first!r} with id {others.get(first)} instead "
+        f"of {own.get(first)}"
+    )
 
 
 def reference_model(found: Preflight) -> None:

@@ -117,6 +117,7 @@ class Stopwatch:
 _PER_TOKEN = {
     "gen": True,
     "ref": False,
+    "teacher": False,
     "values": False,
     "adv": False,
     "update_critic": False,

@@ -171,6 +171,9 @@ def absolutize_paths(config: Config) -> Config:
             value = getattr(model, key)
             if value and os.path.isdir(os.path.expanduser(value)):
                 setattr(model, key, absolute(value))
+    teacher = config.distillation.teacher_models.teacher_model
+    if teacher.model_path and os.path.isdir(os.path.expanduser(teacher.model_path)):
+        teacher.model_path = absolute(teacher.model_path)
     for section, key in (
         (config.custom_reward_function, "path"),
         (config.data.custom_cls, "path"),

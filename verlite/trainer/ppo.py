@@ -2,7 +2,8 @@
 
 Each stage takes the run and the batch, and adds the fields that the comment names
 (protocol/fields.py). The configuration decides which stages have work to do: no critic unless the
-estimator uses values, no reference policy unless a KL term uses it.
+estimator uses values, no reference policy unless a KL term uses it, no teacher unless it is
+distilled.
 """
 
 from verlite.trainer.finish import finish_step, validate_first
@@ -12,6 +13,7 @@ from verlite.trainer.stages.advantage import (
     loss_mask,
     old_log_probs,
     reference_log_probs,
+    teacher_log_probs,
     values,
 )
 from verlite.trainer.stages.rollout import rollout
@@ -29,6 +31,7 @@ def train(run: Run) -> None:
         batch = old_log_probs(run, batch)  # old_log_probs
         batch = loss_mask(run, batch)  # loss_mask
         batch = reference_log_probs(run, batch)  # ref_log_prob
+        batch = teacher_log_probs(run, batch)  # teacher_log_prob
         batch = values(run, batch)  # values
         batch = advantages(run, batch)  # rewards advantages returns
         update_critic(run, batch)

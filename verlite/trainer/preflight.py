@@ -69,6 +69,7 @@ CHECKS = (
     Check("tools", _RL + "tools", FILES, (RL,), needs=(CODE, SERVICES)),
     Check("agent program", _RL + "agent_program", FILES, (RL,), needs=(CODE,)),
     Check("reference service", _RL + "reference_service", FILES, (RL,), needs=(SERVICES,)),
+    Check("teacher service", _RL + "teacher_service", FILES, (RL,), needs=(SERVICES,)),
     Check("generation servers", _RL + "generation_servers", FILES, (RL,), needs=(SERVICES,)),
     Check("Ray cluster", _RL + "ray_cluster", FILES, (RL,), needs=(CLUSTER,)),
     Check("estimator", _RL + "estimator", LIBRARIES, (RL,), needs=(CODE,)),
@@ -82,6 +83,14 @@ CHECKS = (
         LIBRARIES,
         (RL,),
         uses=("reference service", "model configuration"),
+    ),
+    Check(
+        "teacher",
+        _RL + "teacher",
+        LIBRARIES,
+        (RL,),
+        needs=(MODEL,),
+        uses=("teacher service", "model configuration", "tokenizer"),
     ),
     Check("trainable model", _COMMON + "trainable_model", LIBRARIES, needs=(MODEL,)),
     Check("adapters", _COMMON + "adapters", LIBRARIES, needs=(MODEL,), uses=("trainable model",)),
@@ -208,6 +217,8 @@ class Preflight:
     """Split -> the rows of its files."""
     service: Any = None
     """Model of the reference service (ModelInfo). None: the run has none."""
+    teacher_service: Any = None
+    """Likewise of the service with the teacher."""
     ray_address: str | None = None
     """The Ray cluster to join. None: start one."""
     described: Any = None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verlite.config.compile import service_spec
+from verlite.config.compile import reference_service_spec
+from verlite.config.plan import TEACHER
 from verlite.config.schema import Config
 from verlite.engine.reference_client import (
     ReferenceUnavailable,
@@ -17,7 +18,6 @@ from verlite.engine.reference_client import (
 )
 from verlite.engine.reference_wire import ModelInfo
 from verlite.files import replace_file
-from verlite.spec.roles import ReferenceServiceSpec
 from verlite.trainer.errors import RunRefused
 from verlite.weights import GAP_LIMIT
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from verlite.weights.probe import Probe
 
 URL = "actor_rollout_ref.ref.url"
-RECORD = "reference.json"
-"""File in the run directory: what the service has told of its model at the first start."""
+RECORD, TEACHER_RECORD = "reference.json", "teacher.json"
+"""Files in the run directory: what the service has told of its model at the first start."""
 
 
 def check_weights(
@@ -46,7 +46,7 @@ def check_weights(
     """
     record = run_dir / RECORD
     if step:
-        _compare_with_record(info, record, step)
+        _compare_with_record(URL, info, record, step)
         return
     name, fingerprint, probe = describe(list(info.fingerprints))[0]
     path = config.actor_rollout_ref.model.path
@@ -57,22 +57,39 @@ def check_weights(
             f"{fingerprint:08x}. Start it with --model_path {path}"
         )
     _compare_probe(config, info, probe)
+    _write(record, info)
+
+
+def check_teacher(info: ModelInfo, run_dir: Path, step: int) -> None:
+    """Record the weights of the service with the teacher, or compare them with the record of the
+    run's first start. Raises RunRefused: they are others.
+
+    step: 0, or that of the checkpoint that the run resumes from.
+    """
+    record = run_dir / TEACHER_RECORD
+    if step:
+        _compare_with_record(f"{TEACHER}url", info, record, step)
+    else:
+        _write(record, info)
+
+
+def _write(record: Path, info: ModelInfo) -> None:
     replace_file(record, json.dumps({"model": info.model, "fingerprints": info.fingerprints}))
 
 
-def _compare_with_record(info: ModelInfo, record: Path, step: int) -> None:
+def _compare_with_record(key: str, info: ModelInfo, record: Path, step: int) -> None:
     try:
         first = dict(json.loads(record.read_text(encoding="utf-8"))["fingerprints"])
     except (OSError, ValueError, KeyError, TypeError):
         raise RunRefused(
-            f"{URL}: {record} is missing or damaged, so it is not known which reference "
+            f"{key}: {record} is missing or damaged, so it is not known which model "
             f"the {step} steps of this run had. A run that began without the service continues "
             "without it"
         ) from None
     common = first.keys() & info.fingerprints.keys()
     if not common or any(first[name] != info.fingerprints[name] for name in common):
         raise RunRefused(
-            f"{URL}: the service's model {info.name} ({info.model}) is not the one that this run "
+            f"{key}: the service's model {info.name} ({info.model}) is not the one that this run "
             f"began with ({record}). Start it with the same --model_path and --model_dtype"
         )
 
@@ -83,7 +100,7 @@ def _compare_probe(config: Config, info: ModelInfo, probe: "Probe") -> None:
 
     ids = np.array(probe.ids, dtype=np.int32)
     try:
-        service = service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
+        service = reference_service_spec(config)
         found = log_probs(service, [ids], [len(ids) - 1], 1.0, info.model)[0]
     except (ReferenceUnavailable, WrongReference) as error:
         raise RunRefused(str(error)) from error

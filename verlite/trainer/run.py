@@ -99,6 +99,8 @@ class Run:
     """The process, whose machine decides what happens next."""
     service: ModelInfo | None = None
     """Model of the reference service. None: the run computes reference log-probs, or none."""
+    teacher_service: ModelInfo | None = None
+    """Likewise of the service with the teacher."""
     env_factory: EnvFactory | None = None
     """Environment of multi-turn samples. None for single-turn runs."""
     detectors: Detectors | None = None
@@ -132,6 +134,10 @@ class Run:
     @property
     def reference(self) -> ReferenceWorker | None:
         return self.workers.get("ref")
+
+    @property
+    def teacher(self) -> ReferenceWorker | None:
+        return self.workers.get("teacher")
 
     @property
     def inference(self) -> InferenceWorker | None:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.aggregation import token_weights
+from verlite.algorithms.distillation import distillation_loss
 from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import kl_loss
 from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
@@ -369,6 +370,8 @@ def unit_factor(spec: PolicyLossSpec, counts: "Counts") -> float:
 def policy_objective(spec: PolicyLossSpec) -> "LossFn":
     """Return the actor's loss: pg_loss - entropy_coeff * entropy + kl_loss_coef * KL.
 
+    The distillation term of a teacher is added to pg_loss, or takes its place.
+
     Each term is aggregated by loss_agg_mode over the whole optimizer step: `counts` has the tokens
     and sequences of all micro-batches on all ranks, so the losses of micro-batches add up to it.
 
@@ -407,6 +410,14 @@ def policy_objective(spec: PolicyLossSpec) -> "LossFn":
         )
         loss, metrics = policy_loss(function, inputs)
         metrics["actor/pg_loss"] = loss.detach()
+        if spec.distillation is not None:
+            teacher = rows["teacher_log_prob"]
+            distilled, found = distillation_loss(spec.distillation, inputs, teacher, function)
+            metrics |= found
+            if spec.distillation.use_task_rewards:
+                loss = loss + spec.distillation.distillation_loss_coef * distilled
+            else:
+                loss = distilled
         if "old_log_probs" not in rows.keys() or spec.loss_mode == BYPASS_LOSS:
             # No earlier pass measured the gap. With one update these are the old log-probs.
             metrics |= gap_sums(log_probs, rows["rollout_log_probs"], mask)

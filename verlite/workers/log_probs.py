@@ -9,7 +9,7 @@ from verlite.engine import reference_client
 from verlite.protocol.branches import split
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import ragged
-from verlite.spec.roles import ActorSpec, InferenceSpec
+from verlite.spec.roles import ActorSpec, InferenceSpec, ReferenceServiceSpec
 from verlite.workers.training import TrainingWorker
 
 
@@ -69,16 +69,16 @@ class LogProbWorker(TrainingWorker):
         return DataProto.from_dict({}, {"ref_log_prob": log_probs})
 
     @register("split", keep_remote=("ref_log_prob",), fetch=False)
-    def remote_reference_log_probs(self, batch: DataProto) -> DataProto:
-        """Return ragged ref_log_prob of the responses, computed by the reference service.
+    def remote_log_probs(
+        self, batch: DataProto, service: ReferenceServiceSpec, model: str
+    ) -> DataProto:
+        """Return ragged ref_log_prob of the responses, computed by a reference service.
 
-        batch: meta_info has `reference`, the ModelInfo.model that the answers must have.
+        model: the ModelInfo.model that the answers must have.
 
         Raises:
             ReferenceUnavailable, WrongReference: see engine/reference_client.py.
         """
-        service = self.spec.log_probs.reference
-        assert service is not None
         rows = self.rank_rows.padded(batch)
         sequences, places = split(rows)
         t = sequences.batch
@@ -87,13 +87,13 @@ class LogProbWorker(TrainingWorker):
         attended = t["attention_mask"].bool()
         ids = [t["input_ids"][i][attended[i]].numpy() for i in counted]
         lengths = t["response_length"].flatten().tolist()
-        with progress.waiting_for("the reference service"):
+        with progress.waiting_for(f"the {service.name}"):
             found = reference_client.log_probs(
                 service,
                 ids,
                 [lengths[i] for i in counted],
                 self.spec.temperature,
-                batch.meta_info["reference"],
+                model,
             )
         log_probs = torch.zeros(t["response_mask"].shape)
         for i, values in zip(counted, found, strict=True):

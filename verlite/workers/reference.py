@@ -1,4 +1,4 @@
-"""The frozen reference policy: log-probs only."""
+"""A frozen model, the reference policy or a teacher: log-probs only."""
 
 from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
@@ -8,7 +8,7 @@ from verlite.workers.training import TrainingWorker
 
 
 class ReferenceWorker(TrainingWorker):
-    """One rank of the reference. It has no optimizer, so its weights cannot change."""
+    """One rank of a frozen model. It has no optimizer, so its weights cannot change."""
 
     spec: ReferenceSpec
 

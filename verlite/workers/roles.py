@@ -38,6 +38,7 @@ ROLES = {
     "critic": Role("verlite.workers.critic:CriticWorker", _ENGINE, saves=True),
     "inference": Role("verlite.workers.inference:InferenceWorker", _ENGINE),
     "ref": Role("verlite.workers.reference:ReferenceWorker", _ENGINE),
+    "teacher": Role("verlite.workers.reference:ReferenceWorker", _ENGINE),
     "rollout": Role("verlite.workers.rollout:RolloutWorker"),
 }
 """Every role, in the order in which workers are built.

@@ -74,7 +74,7 @@ def micro_batches(context: Context) -> Iterator[Problem]:
     config = context.config
     yield from _passes(context, ACTOR, "", "ppo_", "actor")
     yield from _passes(context, ROLLOUT, "log_prob_", "log_prob_", "actor")
-    if plan.computes_reference(config):
+    if plan.computes_reference(config) or plan.computes_teacher(config):
         yield from _passes(context, "actor_rollout_ref.ref.", "log_prob_", "log_prob_", "ref")
     if plan.needs_critic(config):
         yield from _passes(context, "critic.", "", "ppo_", "critic")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from verlite.config import plan
 from verlite.config.keys import table
-from verlite.config.schema import Config
+from verlite.config.schema import Config, DistillationLossConfig, TeacherConfig
 from verlite.spec import catalog, correction
 
 KEYS = table(Config())
@@ -80,8 +80,19 @@ class Context:
 
     @property
     def own_reference(self) -> bool:
-        """No service computes the reference."""
-        return not plan.reference_urls(self.config)
+        """No service computes all of reference and teacher."""
+        return not plan.reference_urls(self.config) or plan.computes_teacher(self.config)
+
+    @property
+    def teacher(self) -> TeacherConfig:
+        """The teacher of distillation."""
+        return self.config.distillation.teacher_models.teacher_model
+
+    @property
+    def distilled(self) -> DistillationLossConfig | None:
+        """The distillation term, if it is on."""
+        distillation = self.config.distillation
+        return distillation.distillation_loss if distillation.enabled else None
 
     @property
     def correction(self) -> correction.RolloutCorrection:

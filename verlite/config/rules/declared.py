@@ -26,6 +26,7 @@ from verlite.config.schema import (
     CRITIC,
     GIVEN_VALIDATION,
     GPU,
+    KL_OR_TEACHER,
     KL_TERM,
     NOT_THE_ACTOR,
     OWN_ENGINES,
@@ -189,6 +190,7 @@ def _divides_by_constant(c: Context) -> bool:
 PREDICATES: dict[str, Callable[[Context], bool]] = {
     GIVEN_VALIDATION: lambda c: bool(c.val_files),
     KL_TERM: lambda c: plan.needs_reference(c.config),
+    KL_OR_TEACHER: lambda c: plan.needs_reference(c.config) or c.config.distillation.enabled,
     CRITIC: lambda c: c.needs_critic,
     ROW_ESTIMATOR: lambda c: catalog.is_by_row(c.estimator),
     UNWHITENED: lambda c: not catalog.whitens(c.estimator),
@@ -196,8 +198,8 @@ PREDICATES: dict[str, Callable[[Context], bool]] = {
     OWN_ENGINES: lambda c: c.rollout.name != "server",
     GPU: lambda c: _may_be_on(c, "cuda"),
     "the run is on CPUs": lambda c: _may_be_on(c, "cpu"),
-    "the reference has its own worker":
-        lambda c: c.own_reference and not plan.reference_is_actor(c.config),
+    "a reference or teacher has its own worker":
+        lambda c: bool({"ref", "teacher"} & set(plan.roles(c.config))),
     NOT_THE_ACTOR: lambda c: not plan.uses_lora(c.model),
     OWN_REFERENCE: lambda c: c.own_reference,
     "a pass counts samples (use_dynamic_bsz=false)":

@@ -209,19 +209,22 @@ def sharding(context: Context) -> Iterator[Problem]:
     sections = {
         "actor": "actor_rollout_ref.actor",
         "ref": "actor_rollout_ref.ref",
+        "teacher": "actor_rollout_ref.ref",
         "critic": "critic.model",
     }
     roles = placed(context)
     if roles is None:
         return
+    problems: dict[str, Problem] = {}
     for role, section in sections.items():
         key = f"{section}.fsdp_config.fsdp_size"
         size = get(context.config, key)
         devices = len(roles[role])
         if size > 0 and devices % size:
-            yield Problem(
+            problems[key] = Problem(
                 key, size, f"must divide the {devices} devices", "-1 shards over all of them."
             )
+    yield from problems.values()
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
@@ -261,12 +264,14 @@ def shared_sequences(context: Context) -> Iterator[tuple[str, str, int]]:
         "actor": "actor_rollout_ref.actor",
         "inference": "actor_rollout_ref.actor",
         "ref": ref_section,
+        "teacher": ref_section,
         "critic": "critic",
     }
     exists = {
         "actor": True,
         "inference": plan.places_inference(config),
         "ref": plan.computes_reference(config),
+        "teacher": plan.computes_teacher(config),
         "critic": plan.needs_critic(config),
     }
     for role, size in plan.sequence_parallel(config).items():

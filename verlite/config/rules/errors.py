@@ -90,6 +90,11 @@ ERRORS: tuple[Row, ...] = (
             and c.algorithm.kl_ctrl.kl_coef == 0),
         "algorithm.kl_ctrl.type=adaptive multiplies this weight to follow the KL, so 0 stays 0",
         "Start from 0.001, or use algorithm.use_kl_in_reward=false for no KL."),
+    Row("distillation.teacher_models.teacher_model.model_path",
+        lambda c: c.config.distillation.enabled and not (c.teacher.model_path or c.teacher.url),
+        "distillation.enabled=true, but no teacher is named",
+        "Give its folder or its name on the hub, or teacher_model.url of `verlite serve "
+        "reference`."),
     Row("algorithm.no_think_rl", lambda c: c.algorithm.no_think_rl,
         "only false is supported: the whole response is trained", "Leave it out."),
     Row("actor_rollout_ref.actor.state_masking", lambda c: not c.actor.state_masking,

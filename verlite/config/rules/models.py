@@ -17,6 +17,7 @@ from verlite.spec.rope import position_limit
 
 POLICY = "actor_rollout_ref.model."
 CRITIC = "critic.model."
+TEACHER = plan.TEACHER + "model_path"
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 LFS_POINTER, LFS_BYTES = b"version https://git-lfs", 1024
 """Start of the text file that a repository has in place of a large one, and the most it has."""
@@ -131,6 +132,8 @@ def model_fits(context: Context) -> Iterator[Problem]:
 def _folders(context: Context) -> dict[str, str]:
     """Return the models that are folders, by key."""
     paths = {f"{section}path": model.path for section, model in _models(context).items()}
+    if plan.computes_teacher(context.config):
+        paths[TEACHER] = context.teacher.model_path
     return {key: path for key, path in paths.items() if path is not None and not is_hub_name(path)}
 
 
@@ -243,7 +246,7 @@ def _heads_fit(context: Context, key: str, described: dict[str, Any]) -> Iterato
     reported = set()
     for role, size_key, size in shared_sequences(context):
         own = role == "critic" and critic_has_own
-        model = f"{CRITIC}path" if own else f"{POLICY}path"
+        model = f"{CRITIC}path" if own else TEACHER if role == "teacher" else f"{POLICY}path"
         if model == key and heads % size and size_key not in reported:
             reported.add(size_key)
             rule = f"must divide the model's {heads} attention heads"

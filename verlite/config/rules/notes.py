@@ -51,6 +51,15 @@ NOTES: tuple[tuple[Callable[[Context], Any], str], ...] = (
      "actor_rollout_ref.actor.kl_loss_type={c.actor.kl_loss_type}: the expected gradient of this "
      "estimator is 0, so it adds noise and no constraint; use {c.actor.kl_loss_type}+ or "
      "low_var_kl"),
+    (lambda c: (c.distilled and not c.distilled.use_policy_gradient
+         and c.distilled.loss_mode in ("kl", "k1")),
+     "distillation.distillation_loss.loss_mode={c.distilled.loss_mode}: the expected gradient of "
+     "this estimator as a loss is 0; use use_policy_gradient=true, k2 or "
+     "{c.distilled.loss_mode}+"),
+    (lambda c: (c.distilled and c.distilled.use_policy_gradient
+         and c.distilled.loss_mode not in ("kl", "k1")),
+     "distillation.distillation_loss.loss_mode={c.distilled.loss_mode} as an advantage also pulls "
+     "tokens down that the teacher prefers; use_policy_gradient=true is meant for k1"),
     (lambda c: c.estimator == "rloo_token_kl" and not c.algorithm.use_kl_in_reward,
      "algorithm.adv_estimator=rloo_token_kl is rloo with clipped advantages while "
      "algorithm.use_kl_in_reward is off"),

@@ -58,7 +58,8 @@ def addresses(context: Context) -> Iterator[Problem]:
     address = config.ray_kwargs.ray_init.address
     if address and address not in ("auto", "local"):
         yield from _cluster_address(address)
-    yield from _reference_address(config.actor_rollout_ref.ref.url)
+    yield from _reference_address(f"{plan.REF}url", config.actor_rollout_ref.ref.url)
+    yield from _reference_address(f"{plan.TEACHER}url", context.teacher.url)
     for key, urls, example in (
         ("retriever.url", config.retriever.url, "http://127.0.0.1:8000/retrieve"),
         ("reward.remote.url", config.reward.remote.url, "http://127.0.0.1:5000/get_reward"),
@@ -70,8 +71,7 @@ def addresses(context: Context) -> Iterator[Problem]:
                 yield Problem(key, url, "is not an http address", f"Such as {example}.")
 
 
-def _reference_address(value: Any) -> Iterator[Problem]:
-    key = "actor_rollout_ref.ref.url"
+def _reference_address(key: str, value: Any) -> Iterator[Problem]:
     if value is not None and not plan.files_of(value):
         yield Problem(key, value, "is empty", "Give an address; null: no service.")
     for url in plan.files_of(value):

@@ -3,6 +3,7 @@
 import torch
 
 from verlite.algorithms.gap import gap_metrics, gap_totals
+from verlite.config.compile import reference_service_spec, teacher_service_spec
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import clear_rows
 from verlite.rollout.types import Status
@@ -94,11 +95,24 @@ def _reference_log_probs(run: Run, batch: DataProto) -> DataProto | None:
         return run.log_prob_worker.reference_log_probs(rows)
     if run.service is not None:
         rows = to_ranks(run, batch, run.log_prob_role)
-        rows.meta_info["reference"] = run.service.model
-        return run.log_prob_worker.remote_reference_log_probs(rows)
+        service = reference_service_spec(run.config)
+        return run.log_prob_worker.remote_log_probs(rows, service, run.service.model)
     if run.reference is None:
         return None
     return run.reference.log_probs(to_ranks(run, batch, "ref"))
+
+
+def _teacher_log_probs(run: Run, batch: DataProto) -> DataProto | None:
+    if run.teacher_service is not None:
+        rows = to_ranks(run, batch, run.log_prob_role)
+        service = teacher_service_spec(run.config)
+        answer = run.log_prob_worker.remote_log_probs(rows, service, run.teacher_service.model)
+    elif run.teacher is not None:
+        answer = run.teacher.log_probs(to_ranks(run, batch, "teacher"))
+    else:
+        return None
+    column = answer.non_tensor_batch["ref_log_prob"]
+    return DataProto.from_dict({}, {"teacher_log_prob": column})
 
 
 def _values(run: Run, batch: DataProto) -> DataProto | None:
@@ -107,7 +121,12 @@ def _values(run: Run, batch: DataProto) -> DataProto | None:
     return run.critic.values(to_ranks(run, batch, "critic"))
 
 
-INFERENCE = {"old_log_prob": _log_probs, "ref": _reference_log_probs, "values": _values}
+INFERENCE = {
+    "old_log_prob": _log_probs,
+    "ref": _reference_log_probs,
+    "teacher": _teacher_log_probs,
+    "values": _values,
+}
 """By phase, the pass that answers about a batch's rows. None: the run does not need it."""
 
 
@@ -146,6 +165,13 @@ def reference_log_probs(run: Run, batch: DataProto) -> DataProto:
     them; the workers send it the tokens, which the driver does not have.
     """
     return with_columns_of(batch, inferred(run, "ref", batch))
+
+
+@stage("teacher")
+def teacher_log_probs(run: Run, batch: DataProto) -> DataProto:
+    """Add log-probs under the teacher, if one is distilled. Its worker computes them, or the
+    service at teacher_model.url."""
+    return with_columns_of(batch, inferred(run, "teacher", batch))
 
 
 @stage("values")

@@ -120,6 +120,7 @@ def compute(run: Run, overlap: Overlap, part: DataProto, numbers: list[int]) -> 
         return
     part = with_old_log_probs(run, part, answers.get("old_log_prob"))
     part = with_columns_of(loss_mask(run, part), answers.get("ref"))
+    part = with_columns_of(part, answers.get("teacher"))
     with run.stopwatch("adv"):
         part, _ = with_advantages(run, part)
     rows = part.select_idxs(torch.cat([overlap.first[number] for number in numbers]))

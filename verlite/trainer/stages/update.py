@@ -13,6 +13,7 @@ _LOSS_FIELDS = (
     "rollout_log_probs",
     "old_log_probs",
     "ref_log_prob",
+    "teacher_log_prob",
     "advantages",
     "credit",
     "rollout_is_weights",
