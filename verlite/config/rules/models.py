@@ -133,7 +133,7 @@ def _folders(context: Context) -> dict[str, str]:
     """Return the models that are folders, by key."""
     paths = {f"{section}path": model.path for section, model in _models(context).items()}
     if plan.computes_teacher(context.config):
-        paths[TEACHER] = context.teacher.model_path
+        paths[TEACHER] = context.teacher.model_path or ""
     return {key: path for key, path in paths.items() if path is not None and not is_hub_name(path)}
 
 
