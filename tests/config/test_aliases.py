@@ -233,7 +233,7 @@ def test_items_that_are_implied_leave_the_list(material):
 
 def test_unsupported_keys_at_verls_default_are_accepted(material, untouched):
     at_default = [
-        "distillation.enabled=False",
+        "distillation.distillation_loss.topk=32",
         "transfer_queue.enable=False",
         "reward_model.enable=null",
         f"{ACTOR}router_replay.mode=disabled",
@@ -246,7 +246,11 @@ def test_unsupported_keys_at_verls_default_are_accepted(material, untouched):
         f"{names} have no effect: this is verl's default, and verlite has no such choice"
     )
     assert loaded.config == untouched
-    for other in ("distillation.enabled=True", f"{ACTOR}router_replay.mode=R2", "distillation.x=1"):
+    for other in (
+        "distillation.distillation_loss.topk=8",
+        f"{ACTOR}router_replay.mode=R2",
+        "distillation.x=1",
+    ):
         with pytest.raises(ConfigError):
             material.load(other)
 

@@ -172,8 +172,8 @@ def test_a_file_of_ones_own_may_use_one_of_verls_names(folder, material):
 
 
 def test_keys_of_verl_with_another_value_are_still_refused(folder, material):
-    wrong = {**NEWEST["ppo_trainer"], "distillation": {"enabled": True}}
-    with pytest.raises(ConfigError, match="distillation.enabled"):
+    wrong = {**NEWEST["ppo_trainer"], "distillation": {"distillation_loss": {"topk": 8}}}
+    with pytest.raises(ConfigError, match="distillation.distillation_loss.topk"):
         material.load(config_name="ppo_trainer", config_dir=folder(NEWEST, {"ppo_trainer": wrong}))
 
 

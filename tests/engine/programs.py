@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
 from verlite.config.compile import policy_loss_spec
-from verlite.config.schema import ActorConfig, Config
+from verlite.config.schema import (
+    ActorConfig,
+    Config,
+    DistillationConfig,
+    DistillationLossConfig,
+)
 from verlite.engine import loading, ulysses
 from verlite.engine.attention import Sequences, packed_attention
 from verlite.engine.checkpoint import local_part
@@ -85,6 +90,20 @@ def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
     return policy_objective(actors_spec(mode, loss_mode))
 
 
+def distillation(mode: str, settings: dict[str, Any]) -> Any:
+    """Return the actor's loss with the distillation term alone."""
+    config = Config()
+    config.actor_rollout_ref.actor = ActorConfig(loss_agg_mode=mode)
+    config.distillation = DistillationConfig(
+        enabled=True,
+        distillation_loss=DistillationLossConfig(use_task_rewards=False, **settings),
+    )
+    plan: Any = SimpleNamespace(
+        clip_low=0.2, clip_high=0.2, loss_scale=SCALE, loss_mode="vanilla", correction=None
+    )
+    return policy_objective(policy_loss_spec(config, plan))
+
+
 def actors_factor(mode: str) -> Any:
     """Return what sums of the actor's loss are multiplied by, from the counts of a step."""
     return functools.partial(unit_factor, actors_spec(mode))
@@ -115,7 +134,7 @@ def gradients(
     """Return (metrics, gradients) of one update per case.
 
     A case has a mode, rows in order, and size or max_tokens of micro-batches. With `columns` the
-    loss is the actor's, and `loss` names its policy loss.
+    loss is the actor's, and `loss` names its policy loss. With `distillation` it is that term.
     """
     defaults = {"grad_clip": math.inf, "enable_gradient_checkpointing": False}
     subject = engine(path, train=True, lr=0.0, **(defaults | settings))
@@ -125,11 +144,12 @@ def gradients(
         columns = case.get("columns", {})
         batch = ragged_batch().with_batch(**columns)[my_rows(case["rows"])]
         micro = MicroBatching(size=case.get("size"), max_tokens=case.get("max_tokens"))
-        loss_fn = (
-            actors_loss(case["mode"], case.get("loss", "vanilla"))
-            if columns
-            else weighted_loss(case["mode"])
-        )
+        if "distillation" in case:
+            loss_fn = distillation(case["mode"], case["distillation"])
+        elif columns:
+            loss_fn = actors_loss(case["mode"], case.get("loss", "vanilla"))
+        else:
+            loss_fn = weighted_loss(case["mode"])
         metrics = subject.update(batch, micro, TEMPERATURE, loss_fn, with_entropy=bool(columns))
         results.append((metrics, dict(caught)))
     return results

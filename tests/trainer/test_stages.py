@@ -33,6 +33,7 @@ from verlite.trainer.stages.advantage import (
     loss_mask,
     old_log_probs,
     reference_log_probs,
+    teacher_log_probs,
 )
 from verlite.trainer.stages.rollout import filter_groups, generate, next_prompts, score
 from verlite.trainer.stages.update import update_actor
@@ -528,16 +529,38 @@ def test_reference_log_probs_come_from_the_reference():
 def test_reference_service_is_asked_by_the_role_of_log_probs_for_the_checked_model(role):
     asked = []
 
-    def remote(batch):
-        asked.append(batch.meta_info["reference"])
+    def remote(batch, service, model):
+        asked.append((service.url, service.section, model))
         return columns(ref_log_prob=[[-7.0, -7.0]] * len(batch))
 
-    worker = SimpleNamespace(remote_reference_log_probs=remote)
+    worker = SimpleNamespace(remote_log_probs=remote)
     run = fake_run(reference=None, service=SimpleNamespace(model="m"), **{role: worker})
+    run.teacher_service = SimpleNamespace(model="t")
+    run.config.actor_rollout_ref.ref.url = "http://a"
+    run.config.distillation.teacher_models.teacher_model.url = ["http://b", "http://c"]
     run.plan.placement[role], run.plan.sequence_parallel[role] = [0], 1
     batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
     assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7).all()
-    assert asked == ["m"]
+    assert asked == [(("http://a",), "actor_rollout_ref.ref", "m")]
+    found = dense(teacher_log_probs(run, batch), "teacher_log_prob")
+    assert (found["teacher_log_prob"] == -7).all()
+    section = "distillation.teacher_models.teacher_model"
+    assert asked[1:] == [(("http://b", "http://c"), section, "t")]
+
+
+def test_teacher_log_probs_come_from_the_teacher():
+    def answer(batch):
+        return columns(ref_log_prob=[[-5.0, -6.0]] * len(batch))
+
+    run = fake_run(reference=None, actor=None, teacher=None, service=None, teacher_service=None)
+    batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+    assert "teacher_log_prob" not in teacher_log_probs(run, batch).non_tensor_batch
+    run.teacher = SimpleNamespace(log_probs=answer)
+    run.plan.placement["teacher"], run.plan.sequence_parallel["teacher"] = [0], 1
+    answered = teacher_log_probs(run, batch)
+    assert "ref_log_prob" not in answered.non_tensor_batch
+    found = dense(answered, "teacher_log_prob")["teacher_log_prob"]
+    assert found.tolist() == [[-5.0, -6.0]] * 3
 
 
 def validation_run(results, **trainer):

@@ -10,7 +10,12 @@ from tensordict import TensorDict
 
 from verlite.algorithms.gap import gap_metrics
 from verlite.config.compile import policy_loss_spec
-from verlite.config.schema import ActorConfig, Config
+from verlite.config.schema import (
+    ActorConfig,
+    Config,
+    DistillationConfig,
+    DistillationLossConfig,
+)
 from verlite.engine.fsdp import Counts
 from verlite.spec.correction import RolloutCorrection
 from verlite.spec.roles import Micro, Updates
@@ -201,6 +206,56 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
     loss.backward()
     expected = -rows["advantages"] * rows["response_mask"] / len(tokens)
     torch.testing.assert_close(outputs["log_probs"].grad, expected, rtol=1e-6, atol=0)
+
+
+def distilling(use_task_rewards: bool, coefficient: float = 1.0, **loss: Any) -> Config:
+    result = config()
+    result.distillation = DistillationConfig(
+        enabled=True,
+        distillation_loss=DistillationLossConfig(
+            use_task_rewards=use_task_rewards, distillation_loss_coef=coefficient, **loss
+        ),
+    )
+    return result
+
+
+REVERSE_KL = [{"loss_mode": "k1", "use_policy_gradient": True}, {"loss_mode": "k2"}]
+SHARES = [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[3], [0, 2], [1]], [[2], [0], [3], [1]]]
+
+
+@pytest.mark.parametrize("parts", SHARES)
+@pytest.mark.parametrize("loss", REVERSE_KL)
+def test_distillation_equals_the_closed_form_of_the_reverse_kl(parts, loss):
+    """Tokens a, b, c with probabilities 1/2, 1/4, 1/4, and as often in four rows: their mean is the
+    expectation. Of the teacher 1/4, 1/4, 1/2. d KL / d logit_i = p_i (log p_i/q_i - KL)."""
+    logits = torch.tensor([math.log(2), 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([0, 1, 0, 2])
+    log_probs = logits.log_softmax(-1)[tokens][:, None]
+    teacher = torch.tensor([1 / 4, 1 / 4, 1 / 2], dtype=torch.float64).log()[tokens][:, None]
+    columns = {
+        "response_mask": torch.ones(4, 1, dtype=torch.int64),
+        "advantages": torch.tensor([[3.0], [1.0], [-2.0], [5.0]], dtype=torch.float64),
+        "rollout_log_probs": log_probs.detach(),
+        "teacher_log_prob": teacher,
+    }
+    rows = TensorDict(columns, batch_size=[4])
+    counts = Counts(tokens=4, sequences=4)
+
+    def gradient(setting: Config) -> torch.Tensor:
+        objective = policy_objective(policy_loss_spec(setting, ObjectivePlan()))
+        losses = [objective(rows[part], {"log_probs": log_probs[part]}, counts) for part in parts]
+        (found,) = torch.autograd.grad(sum(one for one, _ in losses), logits, retain_graph=True)
+        return found
+
+    log2 = math.log(2)
+    kl = log2 / 2 - log2 / 4
+    expected = torch.tensor([(log2 - kl) / 2, (0 - kl) / 4, (-log2 - kl) / 4], dtype=torch.float64)
+    torch.testing.assert_close(gradient(distilling(False, **loss)), expected, rtol=0, atol=1e-12)
+    # Beside the task's rewards it is added with its weight.
+    task = gradient(config())
+    both = gradient(distilling(True, 0.3, **loss))
+    torch.testing.assert_close(both, task + 0.3 * expected, rtol=0, atol=1e-12)
+    assert task.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("parts", PARTS)
