@@ -6,7 +6,7 @@ from verlite.config.placement import Shape, draw, mode, parse, read_numbers
 def test_default_places_all_roles_on_all_devices():
     everything = [0, 1, 2]
     assert parse(None, Shape(1, 3)) == dict.fromkeys(
-        ("actor", "rollout", "ref", "critic"), everything
+        ("actor", "rollout", "ref", "teacher", "critic"), everything
     )
 
 
@@ -17,6 +17,7 @@ def test_unplaced_role_uses_actor_devices():
         "critic": [0, 1, 2, 3],
         "rollout": [4, 5, 7],
         "ref": [0, 1, 2, 3],
+        "teacher": [0, 1, 2, 3],
     }
 
 
@@ -27,6 +28,7 @@ def test_reference_shares_the_devices_of_inference():
         "rollout": [0, 1],
         "inference": [2],
         "ref": [2],
+        "teacher": [2],
         "critic": [3, 4, 5],
     }
     assert parse({**spec, "ref": "3-5"}, Shape(1, 6))["ref"] == [3, 4, 5]
@@ -72,7 +74,7 @@ def test_all_placement_problems_are_reported_together():
     assert str(error.value).splitlines() == [
         "rollout: '9' names device 9, but there are 4: 0-3",
         "'rollout' is placed twice",
-        "'judge' is not a role; the roles are actor, rollout, inference, ref, critic",
+        "'judge' is not a role; the roles are actor, rollout, inference, ref, teacher, critic",
         "'actor' is not placed",
     ]
 

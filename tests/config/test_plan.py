@@ -216,6 +216,7 @@ def test_sequence_parallel_group_shares_rows(material):
         "actor": 4,
         "inference": 4,
         "ref": 2,
+        "teacher": 2,
         "critic": 1,
     } and plan.rows_per_rank == (128, 128)
     found = [

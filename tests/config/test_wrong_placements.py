@@ -20,7 +20,7 @@ PLACEMENTS = [
     ("{rollout:all}", "'actor' is not placed"),
     (
         "{actor:all,judge:0-3}",
-        "'judge' is not a role; the roles are actor, rollout, inference, ref, critic",
+        "'judge' is not a role; the roles are actor, rollout, inference, ref, teacher, critic",
     ),
     ("{actor:all,actor_inference:4,inference:5}", "'inference' is placed twice"),
     ("{actor:0-31,rollout:0-32}", "rollout: '0-32' names device 32, but there are 32: 0-31"),
@@ -63,7 +63,7 @@ PLACEMENTS = [
     ),
     (
         "{actor:all,judge:0,rollout:{node_group:cluster,placement:[0-7:1-8,40]}}",
-        "'judge' is not a role; the roles are actor, rollout, inference, ref, critic",
+        "'judge' is not a role; the roles are actor, rollout, inference, ref, teacher, critic",
         "rollout: '0-7:1-8' starts at process 1, but the first process is 0",
         "rollout: '40' names device 40, but node_group cluster has 32: 0-31",
     ),

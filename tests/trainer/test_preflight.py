@@ -41,6 +41,7 @@ pytestmark = pytest.mark.process
 
 AWAY = "http://127.0.0.1:1"
 ACTOR = "actor_rollout_ref."
+TEACHER = "distillation.teacher_models.teacher_model"
 MAINS = {RL: main_ppo.main, SFT: main_sft.main, DPO: main_dpo.main}
 NAMED = {RL: [], SFT: ["main_sft"], DPO: ["main_dpo"]}
 ARGUMENTS = {
@@ -153,6 +154,16 @@ def few_tokens(characters: str = "") -> Callable[[], None]:
     return write
 
 
+def other_tokens() -> None:
+    """Write a model whose tokens 7 and 8 have each other's ids."""
+    shutil.copytree("model", "other")
+    file = Path("other/tokenizer.json")
+    described = json.loads(file.read_text())
+    ids = described["model"]["vocab"]
+    ids["7"], ids["8"] = ids["8"], ids["7"]
+    file.write_text(json.dumps(described))
+
+
 def no_tokenizer() -> None:
     Path("model/tokenizer.json").write_text("{}")
 
@@ -216,6 +227,14 @@ FAILURES: dict[tuple[str, str], Failure] = {
     **both("tokenizer", "", "has no tokenizer", no_tokenizer),
     (RL, "reference model"): Failure(
         f"{ACTOR}ref.url={AWAY} {ACTOR}actor.use_kl_loss=true", "hidden_size 7 instead of"
+    ),
+    (RL, "teacher service"): Failure(
+        f"distillation.enabled=true {TEACHER}.url={AWAY}", AWAY, kind="missing"
+    ),
+    (RL, "teacher"): Failure(
+        f"distillation.enabled=true {TEACHER}.model_path=other",
+        "2 tokens differ, the first is '7' with id 29 instead of 28",
+        other_tokens,
     ),
     (RL, "trainable model"): Failure("", f"{ACTOR}model.path=", gemma("model")),
     **both("trainable model", "", "(gemma2) cannot be trained", gemma("model")),

@@ -32,10 +32,7 @@ GIVEN_VALIDATION = "data.val_files is given"
 NOT_THE_ACTOR = "the model has no LoRA adapters, without which it is the reference itself"
 OWN_REFERENCE = "the run computes log-probs of a reference or teacher itself (url=null)"
 KL_TERM = "a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
-KL_OR_TEACHER = (
-    "a KL term or a teacher is on (algorithm.use_kl_in_reward, actor.use_kl_loss or "
-    "distillation.enabled)"
-)
+REFERENCE = "a KL term compares with the reference"
 CRITIC = "the run has a critic"
 VLLM = "the rollout engine is vllm"
 SERVER = "actor_rollout_ref.rollout.name=server"
@@ -400,7 +397,7 @@ class RefConfig:
     url: Addresses = key(None,
         "Address, or list of addresses, of a reference service (`verlite serve reference`), such "
         "as http://host:8001. null: the run computes reference log-probs on its own devices.",
-        used_when=(KL_TERM, NOT_THE_ACTOR))
+        used_when=(REFERENCE, NOT_THE_ACTOR))
     token_env: Optional[str] = key(None,
         "Environment variable with the bearer token that the service asks for. null: it needs "
         "none.",
@@ -589,7 +586,7 @@ class ActorRolloutRefConfig:
 
     model: ModelConfig = section(ModelConfig, "The policy's model.")
     actor: ActorConfig = section(ActorConfig, "The policy's updates.")
-    ref: RefConfig = section(RefConfig, "The reference policy.", used_when=KL_OR_TEACHER)
+    ref: RefConfig = section(RefConfig, "The reference policy.", used_when=KL_TERM)
     rollout: RolloutConfig = section(RolloutConfig, "Generation.")
 
 

@@ -26,12 +26,12 @@ from verlite.config.schema import (
     CRITIC,
     GIVEN_VALIDATION,
     GPU,
-    KL_OR_TEACHER,
     KL_TERM,
     NOT_THE_ACTOR,
     OWN_ENGINES,
     OWN_REFERENCE,
     OWN_ROWS,
+    REFERENCE,
     ROW_ESTIMATOR,
     UNWHITENED,
     VLLM,
@@ -189,8 +189,9 @@ def _divides_by_constant(c: Context) -> bool:
 # fmt: off
 PREDICATES: dict[str, Callable[[Context], bool]] = {
     GIVEN_VALIDATION: lambda c: bool(c.val_files),
-    KL_TERM: lambda c: plan.needs_reference(c.config),
-    KL_OR_TEACHER: lambda c: plan.needs_reference(c.config) or c.config.distillation.enabled,
+    # A teacher has the settings of the reference's passes.
+    KL_TERM: lambda c: plan.needs_reference(c.config) or c.config.distillation.enabled,
+    REFERENCE: lambda c: plan.needs_reference(c.config),
     CRITIC: lambda c: c.needs_critic,
     ROW_ESTIMATOR: lambda c: catalog.is_by_row(c.estimator),
     UNWHITENED: lambda c: not catalog.whitens(c.estimator),
