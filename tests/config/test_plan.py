@@ -4,7 +4,9 @@ import pytest
 
 from tests.config.conftest import texts
 from verlite.config import make_plan
+from verlite.config.compile import policy_loss_spec, role_spec
 from verlite.config.plan import Micro, engine_settings, installed
+from verlite.spec.roles import DistillationSpec
 
 
 def test_batch_sizes_and_steps(material):
@@ -393,6 +395,41 @@ def test_lora_actor_is_the_reference(material):
     assert not make_plan(material.load(kl).config).reference_is_actor
     shown = dict(make_plan(material.load(f"{model}lora_rank=8").config).lines())["model"]
     assert shown == f"{material.folder}/model, LoRA of rank 8 (alpha 16)"
+
+
+def test_teacher_is_a_role_with_a_model_of_its_own(material):
+    """A policy with adapters has a reference that is itself, and a teacher without adapters."""
+    section = "distillation.teacher_models.teacher_model."
+    teacher = ["distillation.enabled=true", f"{section}model_path={material.folder}/model"]
+    options = [
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+    ]
+    config = material.load(*teacher, *options).config
+    plan = make_plan(config)
+    assert plan.roles == ("actor", "rollout", "teacher", "critic")
+    assert plan.placement["teacher"] == plan.placement["actor"] and not plan.reference_is_actor
+    assert plan.teacher == f"{material.folder}/model" and plan.ref_micro == Micro(7, None)
+    spec = role_spec("teacher", config, plan, 9)
+    assert spec.micro == Micro(7, None) and spec.engine.optim is None
+    model = spec.engine.model
+    assert (model.path, model.trains_adapters) == (f"{material.folder}/model", False)
+    assert not model.use_remove_padding and spec.engine.fsdp.param_offload
+    assert policy_loss_spec(config, plan).distillation == DistillationSpec(
+        "k3", False, True, 1.0, None, None
+    )
+    urls = f"{section}url=[http://a:8001,http://b:8001]"
+    config = material.load("distillation.enabled=true", urls).config
+    plan = make_plan(config)
+    assert plan.roles == ("actor", "rollout", "critic") and plan.ref_micro is None
+    assert plan.teacher is None and plan.teacher_urls == ["http://a:8001", "http://b:8001"]
+    assert "teacher by the service at http://a:8001" in dict(plan.lines())["forward passes"]
+    config = material.load(urls, *teacher[1:]).config
+    plan = make_plan(config)
+    assert "teacher" not in plan.roles and not plan.teacher_urls
+    assert policy_loss_spec(config, plan).distillation is None
 
 
 def test_reference_service_needs_no_devices(material):

@@ -9,6 +9,7 @@ T = "tests/algorithms/test_"
 MASKED = "verlite.algorithms.masked:"
 WEIGHTS = "verlite.algorithms.aggregation:token_weights"
 KL = "verlite.algorithms.kl:"
+DISTILLATION = "verlite.algorithms.distillation:"
 ADVANTAGES = "verlite.algorithms.advantages:"
 LOSSES = "verlite.algorithms.losses:"
 LOG_PROBS = "verlite.algorithms.logprobs:"
@@ -233,6 +234,36 @@ MUTANTS = [
         KL + "kl_estimate",
         calls(lambda original, log_prob, ref, kind: original(ref, log_prob, kind)),
         (T + "kl.py",),
+    ),
+    Mutant(
+        "distillation trains the KL of the teacher against the policy",
+        DISTILLATION + "kl_estimate",
+        calls(lambda original, log_prob, teacher, kind: original(teacher, log_prob, kind)),
+        (T + "distillation.py",),
+    ),
+    Mutant(
+        "distillation by policy gradient has the advantages of the task",
+        DISTILLATION + "replace",
+        calls(lambda original, inputs, **values: inputs),
+        (T + "distillation.py",),
+    ),
+    Mutant(
+        "distillation by policy gradient has the estimate's own gradient",
+        DISTILLATION + "distillation_loss",
+        argument("spec", attribute("use_policy_gradient", lambda on: False)),
+        (T + "distillation.py",),
+    ),
+    Mutant(
+        "distillation does not limit log-probs",
+        DISTILLATION + "distillation_loss",
+        argument("spec", attribute("log_prob_min_clamp", lambda least: None)),
+        (T + "distillation.py",),
+    ),
+    Mutant(
+        "distillation does not limit its estimate",
+        DISTILLATION + "distillation_loss",
+        argument("spec", attribute("loss_max_clamp", lambda most: None)),
+        (T + "distillation.py",),
     ),
     Mutant("k3 has no upper limit", KL + "K3_LIMIT", constant(1e30), (T + "kl.py",)),
     Mutant(

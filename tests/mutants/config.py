@@ -13,6 +13,7 @@ from tests.mutants.patches import (
     result,
     returns,
 )
+from verlite.spec.catalog import load
 
 RULES = "verlite.config.rules."
 PLAN = "verlite.config.plan:"
@@ -156,6 +157,22 @@ MUTANTS = [
         "a KL term needs no reference",
         PLAN + "needs_reference",
         calls(lambda original, config: False),
+        (PLANS,),
+    ),
+    Mutant(
+        "distillation has no teacher's role",
+        PLAN + "computes_teacher",
+        calls(lambda original, config: False),
+        (PLANS,),
+    ),
+    Mutant(
+        "the teacher is a copy of the policy",
+        "verlite.config.compile:teacher_model_spec",
+        calls(
+            lambda original, config: load("verlite.config.compile:model_spec")(
+                config.actor_rollout_ref.model
+            )
+        ),
         (PLANS,),
     ),
     Mutant(

@@ -14,6 +14,7 @@ from tests.mutants.patches import (
     result,
     returns,
 )
+from verlite.spec.catalog import load
 
 ROLLOUT = "verlite.trainer.stages.rollout:"
 ADVANTAGE = "verlite.trainer.stages.advantage:"
@@ -373,6 +374,20 @@ MUTANTS = [
             "tests/trainer/test_launch.py"
             "::test_the_line_about_a_stop_names_no_checkpoint_of_an_earlier_run",
         ),
+    ),
+    Mutant(
+        "a teacher with other tokens is accepted",
+        "verlite.engine.folder:vocabulary_digest",
+        calls(lambda original, tokenizer: ""),
+        ("tests/trainer/test_preflight.py",),
+    ),
+    Mutant(
+        "the reference service is asked for the teacher's log-probs",
+        "verlite.trainer.stages.advantage:teacher_service_spec",
+        calls(
+            lambda original, config: load("verlite.config.compile:reference_service_spec")(config)
+        ),
+        ("tests/trainer/test_stages.py",),
     ),
     Mutant(
         "a resumed run goes on with another reference service",

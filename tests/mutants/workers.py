@@ -1,7 +1,9 @@
 """Mutants of verlite.workers: roles that train on something else than they should."""
 
+from dataclasses import replace
+
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, does_nothing, result
+from tests.mutants.patches import argument, attribute, calls, constant, does_nothing, result
 
 ACTOR = "verlite.workers.actor:"
 CRITIC = "verlite.workers.critic:"
@@ -27,6 +29,15 @@ def _rows_changed(change):
 
 def _without(*names):
     return _rows_changed(lambda rows: rows.exclude(*names))
+
+
+def _distilled(**values):
+    """Patch the actor's loss so that settings of distillation are others."""
+
+    def change(settings):
+        return settings and replace(settings, **values)
+
+    return argument("spec", attribute("distillation", change))
 
 
 def _counts_of_the_micro_batch(original, spec):
@@ -113,6 +124,24 @@ MUTANTS = [
         "the ratio is taken against the current policy",
         ACTOR + "policy_objective",
         _without("old_log_probs"),
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "distillation takes the place of the task's rewards that are to be kept",
+        ACTOR + "policy_objective",
+        _distilled(use_task_rewards=False),
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "the task's rewards are trained beside distillation alone",
+        ACTOR + "policy_objective",
+        _distilled(use_task_rewards=True),
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "the distillation term has no weight of its own",
+        ACTOR + "policy_objective",
+        _distilled(distillation_loss_coef=1.0),
         (OBJECTIVES,),
     ),
     Mutant(
