@@ -114,9 +114,16 @@ def test_policy_gradient_clips_as_the_actor():
 
 
 def test_clamps():
-    """min clamp -3: teacher -9 counts as -3. max clamp 1: 2.5 counts as 1, and has no gradient."""
+    """At least -3: the teacher's -9 counts as -3, and so does the policy's -5, without gradient. At
+    most 0.75: 2.5 and -1 count as 0.75 and -0.75, without gradient."""
     log_prob = torch.tensor([[-1.0, -0.5, -5.0]], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([[-1.5, -9.0, -2.0]], dtype=torch.float64)
+    least = spec("k1", False, log_prob_min_clamp=-3.0)
+    loss, metrics = distillation_loss(least, inputs(log_prob), teacher, vanilla)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 + 2.5 - 1.0)
+    assert log_prob.grad.tolist() == [[1.0, 1.0, 0.0]]
+    log_prob.grad = None
     clamped = spec("k1", False, log_prob_min_clamp=-3.0, loss_max_clamp=0.75)
     loss, metrics = distillation_loss(clamped, inputs(log_prob), teacher, vanilla)
     loss.backward()

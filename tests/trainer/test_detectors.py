@@ -216,6 +216,15 @@ def test_groups_with_equal_scores_train_if_the_estimator_does_not_compare_them()
     assert [detectors.check(number, step) for number, step in enumerate(steps, 1)] == [[]] * 20
 
 
+def test_equal_scores_are_no_missing_signal_for_a_teacher_alone():
+    equal = {"critic/score/min": 0.0, "critic/score/max": 0.0, "rollout/zero_variance_groups": 1.0}
+    steps = healthy(20, **equal)
+    alone = Detectors(DetectConfig(), ignored=ignored(True, True, rewards=False))
+    assert [alone.check(number, step) for number, step in enumerate(steps, 1)] == [[]] * 20
+    beside = Detectors(DetectConfig(), ignored=ignored(True, True))
+    assert any(beside.check(number, step) for number, step in enumerate(steps, 1))
+
+
 def test_prompts_as_long_as_the_limit_are_whole_if_none_is_cut():
     steps = healthy(20, **{"prompt_length/clip_ratio": 1.0})
     detectors = Detectors(DetectConfig(), ignored=ignored(compares=True, cuts_prompts=False))

@@ -123,6 +123,8 @@ def open_run(launch: Launch) -> Iterator[Run]:
                     cuts_prompts=found.data["train"].report().truncated > 0,
                     is_async=config.trainer.mode == "async",
                     filters=config.algorithm.filter_groups.enable,
+                    rewards=not config.distillation.enabled
+                    or config.distillation.distillation_loss.use_task_rewards,
                 ),
             ),
             service=found.service,

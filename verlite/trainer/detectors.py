@@ -126,7 +126,11 @@ def needed(history: list[Metrics]) -> list[Metrics]:
 
 
 def ignored(
-    compares: bool, cuts_prompts: bool, is_async: bool = False, filters: bool = False
+    compares: bool,
+    cuts_prompts: bool,
+    is_async: bool = False,
+    filters: bool = False,
+    rewards: bool = True,
 ) -> set[str]:
     """Return the metrics that mean nothing in a run.
 
@@ -138,9 +142,10 @@ def ignored(
         is_async: whether samples are trained with newer weights than those that sampled them,
             which is a difference of log-probs without a fault.
         filters: whether prompts are left out on purpose, which may have other lengths.
+        rewards: whether rewards are trained. With a teacher alone, equal scores train, too.
     """
     uses = (
-        *((GROUPS, compares), (PROMPTS_CUT, cuts_prompts)),
+        *((GROUPS, compares and rewards), (f"{SCORE}/min", rewards), (PROMPTS_CUT, cuts_prompts)),
         *((GAP, not is_async), (LENGTHS, not filters)),
     )
     return {key for key, used in uses if not used}
