@@ -112,6 +112,8 @@ def fake_run(**fields) -> FakeRun:
         "inference": None,
         "env_factory": None,
         "service": None,
+        "teacher": None,
+        "teacher_service": None,
         "shown_failures": set(),
         "tokenizer": SimpleNamespace(decode=lambda ids: f"prompt {list(map(int, ids))}"),
         "kl": FixedKLController(0.0),
@@ -552,7 +554,7 @@ def test_teacher_log_probs_come_from_the_teacher():
     def answer(batch):
         return columns(ref_log_prob=[[-5.0, -6.0]] * len(batch))
 
-    run = fake_run(reference=None, actor=None, teacher=None, service=None, teacher_service=None)
+    run = fake_run(reference=None, actor=None)
     batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
     assert "teacher_log_prob" not in teacher_log_probs(run, batch).non_tensor_batch
     run.teacher = SimpleNamespace(log_probs=answer)
