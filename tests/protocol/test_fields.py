@@ -115,7 +115,7 @@ def test_the_loop_names_fields_of_the_stage():
     """The comments of ppo.py agree with the table."""
     rollout_stages = {"next_prompts", "generate", "score"}
     lines = re.findall(r"batch = (\w+)\(run.*?\)  # (.*)", inspect.getsource(ppo.train))
-    assert len(lines) == 7
+    assert len(lines) == 8
     for stage, names in lines:
         writers = rollout_stages if stage == "rollout" else {stage}
         for name in names.split():
