@@ -1,11 +1,13 @@
 """The guardian, and facts about a machine, without a Ray cluster."""
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -212,3 +214,28 @@ def test_a_local_ray_that_does_not_start_is_lost(monkeypatch, error, tries, rais
 
 def throw(error):
     raise error
+
+
+def test_a_signal_while_ray_starts_waits_for_the_handler_of_this_process(monkeypatch):
+    """Ray's would print a stack. Ray is ended, so that the program may start it again."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    def init(**options):
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))  # as Ray's, in C
+        signal.raise_signal(signal.SIGTERM)
+
+    ended = []
+    ray_node = SimpleNamespace(kill_all_processes=lambda **options: ended.append(options))
+    monkeypatch.setattr("ray._private.worker._global_node", ray_node)
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: ray_node.kill_all_processes(allow_graceful=True))
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster._start_local(1, None, [], lambda: None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [{"allow_graceful": False}]

@@ -381,8 +381,8 @@ def _start_local(
         try:
             with (
                 ray_internals.lean_head(),
+                ray_internals.without_stop_signals(),  # until this process's handlers are back
                 ray_internals.keep_signal_handlers(),
-                ray_internals.without_stop_signals(),
                 ray_internals.forked_workers(preload),
             ):
                 ray.init(
@@ -395,6 +395,10 @@ def _start_local(
                     _temp_dir=temp_dir,
                 )
             return
+        except KeyboardInterrupt:  # often at the end of the above
+            if ray.is_initialized():
+                bounded(ray.shutdown, limits.RAY_END_S)
+            raise
         except Exception as error:  # Ray has no narrower class for it
             has_ended = bounded(ray.shutdown, limits.RAY_END_S)
             clean()

@@ -311,11 +311,11 @@ def without_stop_signals() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
+        ray_node = untyped_worker._global_node
+        end = ray_node.kill_all_processes
+        ray_node.kill_all_processes = lambda **options: end(**{**options, "allow_graceful": False})
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    ray_node = untyped_worker._global_node
-    end = ray_node.kill_all_processes
-    ray_node.kill_all_processes = lambda **options: end(**{**options, "allow_graceful": False})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # handles a signal that has come
 
 
 def raylet_got(number: int) -> bool:
