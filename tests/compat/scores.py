@@ -30,6 +30,7 @@ EQUAL: list[tuple[str, str, Any, float]] = [
     ("math_reward", "\\boxed{90^\\circ}", "90", 1.0),
     ("math_reward", "\\boxed{\\left(1,2\\right)}", "(1,2)", 1.0),
     ("math_reward", "\\boxed{5", "5", 0.0),
+    ("math_batch", "\\boxed{5}", "5", 1.0),
     ("math_dapo", "Answer: 5", "5", 1.0),
     ("math_dapo", "Answer: $5$", "5", 1.0),
     ("math_dapo", "Answer: \\boxed{5}", "5", 1.0),

@@ -62,6 +62,9 @@ def math_reward_compute_score(solution_str: str, ground_truth: str) -> float:
     return float(answer is not None and equivalent(answer, ground_truth))
 
 
+math_batch_compute_score = math_reward_compute_score
+
+
 def compute_score_batched(
     data_sources: Sequence[str],
     solution_strs: Sequence[str],
