@@ -1,6 +1,9 @@
 """Reward functions that do harm: it ends in their own processes, and only their sample fails."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +184,27 @@ def test_secrets_of_the_environment_are_hidden_unless_named(scorer: Scorer) -> N
     assert failed.error == "KeyError" and failed.traceback is not None
     assert "CANARY_API_KEY is hidden" in failed.traceback
     assert "custom_reward_function.secret_env_vars" in failed.traceback
+
+
+INTERRUPTS = """
+import os, subprocess
+from verlite.rewards import keeper
+keeper.split(os.getppid(), 1 << 40)
+ends = [subprocess.run(["sh", "-c", f"kill -{name} $$"]).returncode for name in ("INT", "HUP")]
+print(ends, flush=True)
+"""
+
+
+def test_user_code_may_interrupt_what_it_starts() -> None:
+    """Ray's workers ignore or block these signals, and so would their processes."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        found = subprocess.run([sys.executable, "-c", INTERRUPTS], stdout=-1, timeout=60).stdout
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert found == b"[-2, -1]\n"
 
 
 def test_output_and_processes_left_behind_are_limited(

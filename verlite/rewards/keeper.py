@@ -69,6 +69,9 @@ def split(parent: int, memory_bytes: int) -> None:
     _end_with(keeper)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Workers ignore Ctrl-C and start with signals blocked. User code may send them to its own.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.dup2(child_output, 2)
     for descriptor in (output, child_output, ended, wakeup):
         os.close(descriptor)
