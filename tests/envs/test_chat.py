@@ -1,6 +1,9 @@
 """Appended turns equal, token for token, the chat template's rendering of the whole chat."""
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
@@ -8,7 +11,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from verlite.envs.calculator import Calculator
-from verlite.envs.chat import TemplateError, encode_chat
+from verlite.envs.chat import TemplateError, encode, encode_chat
 from verlite.envs.step import Step
 
 ADDED = [
@@ -297,3 +300,19 @@ def test_before_and_after_are_part_of_the_tool_message():
     one, _ = encode_chat(tokenizer)(Step("b", "a ", " c"), [], 500)
     other, _ = encode_chat(tokenizer)(Step("a b c"), [], 500)
     assert one == other
+
+
+def test_threads_encode_one_after_the_other():
+    """`split_special_tokens` is a state of the tokenizer, which another thread would change."""
+    both = threading.Barrier(2)
+
+    def slow(text, **options):
+        try:
+            both.wait(0.5)
+        except threading.BrokenBarrierError:  # no other thread came in
+            return [1]
+        return [2]
+
+    tokenizer = SimpleNamespace(encode=slow)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda text: encode(tokenizer, text), "ab")) == [[1], [1]]

@@ -446,14 +446,18 @@ def test_lone_surrogates_are_answered():
     history = [user("\ud800"), {"role": "assistant", "tool_calls": calls}, tool(calls[0], "t")]
 
     async def talk():
-        async with session_of(Speaker(tokenizer_of(CALLS_OF_QWEN), "ok")) as client:
-            content = json.dumps({"messages": history, "tools": TOOLS})
+        async with session_of(Speaker(tokenizer_of(CALLS_OF_QWEN), "a", "b")) as client:
             headers = client.headers | {"Content-Type": "application/json"}
-            url = f"{client.session.base_url}/chat/completions"
-            return await client.http.post(url, content=content, headers=headers)
+            for path, body in (
+                ("chat/completions", {"messages": history, "tools": TOOLS}),
+                ("completions", {"prompt": "\ud800"}),
+            ):
+                url = f"{client.session.base_url}/{path}"
+                content = json.dumps(body)
+                response = await client.http.post(url, content=content, headers=headers)
+                assert response.status_code == 200, response.text
 
-    response = asyncio.run(talk())
-    assert response.status_code == 200, response.text
+    asyncio.run(talk())
 
 
 def test_other_tools_are_another_conversation():

@@ -5,6 +5,7 @@ assistant is taken from a conversation with made-up words of the assistant, and 
 """
 
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -18,6 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 _ASSISTANT_TEXT = "gizmo assistant words"
 _TOOL_TEXT = "gizmo tool words"
 _ASSISTANT_THOUGHT = f"<think>\ngizmo thoughts\n</think>\n\n{_ASSISTANT_TEXT}"
+_ENCODES = threading.Lock()
 
 
 class TemplateError(ValueError):
@@ -97,16 +99,9 @@ class Chat:
         return written.removeprefix(start)
 
     def encode(self, text: str, as_text: bool = False) -> list[int]:
-        """Return the tokens of a rendered text; with `as_text` special tokens are plain text.
-
-        A lone surrogate, which JSON can write and UTF-8 cannot, becomes "?".
-        """
-        ids: list[int] = self._tokenizer.encode(
-            text.encode(errors="replace").decode(),
-            add_special_tokens=False,
-            split_special_tokens=as_text,
-        )
-        return ids
+        """Return the tokens of a rendered text; with `as_text` special tokens are plain text."""
+        options = {"add_special_tokens": False, "split_special_tokens": as_text}
+        return encode(self._tokenizer, text, **options)
 
     def encode_messages(self, write: Callable[[Messages], str], messages: Messages) -> list[int]:
         """Return the tokens of `write(messages)`, a rendered text. Special tokens in the messages
@@ -169,6 +164,17 @@ class Chat:
         words = _ASSISTANT_THOUGHT if has_thoughts else _ASSISTANT_TEXT
         ids = self.encode_messages(lambda after: self.between(before, after, words), after)
         return ids[self.has_ended(context, ids) :]
+
+
+def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Return `tokenizer.encode`, of one thread at a time: `split_special_tokens` is a state of the
+    tokenizer meanwhile. With trainer.mode=async a validation encodes beside other samples.
+
+    A lone surrogate, which JSON can write and UTF-8 cannot, becomes "?".
+    """
+    with _ENCODES:
+        ids: list[int] = tokenizer.encode(text.encode(errors="replace").decode(), **options)
+    return ids
 
 
 def encode_chat(

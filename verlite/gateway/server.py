@@ -11,8 +11,8 @@ An answer is sampled as a whole, also for a stream, which begins when it is comp
 disconnects before aborts its request. Requests of one session may run in parallel.
 
 Texts are encoded in a thread, one at a time and in the order of arrival: a long one takes seconds,
-in which other sessions are answered. What a request continues is decided when it arrives, before it
-waits for its turn: it cannot continue an answer that was not there yet.
+in which requests that have been encoded are answered. What a request continues is decided when it
+arrives, before it waits for its turn: it cannot continue an answer that was not there yet.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from typing import Any, Self
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from verlite.envs.chat import Chat, TemplateError
+from verlite.envs.chat import Chat, TemplateError, encode
 from verlite.gateway.anthropic import MESSAGES
 from verlite.gateway.conversation import Match, Node, Session
 from verlite.gateway.dialect import Asked, Choice, Dialect, Json, Refused, choice
@@ -270,7 +270,7 @@ class Gateway:
         if not asked.messages:
             ids = asked.prompt
             if isinstance(ids, str):
-                ids = await self._in_thread(self._engine.tokenizer.encode, ids)
+                ids = await self._in_thread(encode, self._engine.tokenizer, ids)
             match = record.match_tokens(ids)
             return match, ids[match.known :] if match.parent else ids, False
         match = record.match(asked.keys, asked.continues)
