@@ -131,6 +131,26 @@ def test_a_tokenizer_and_an_adapter_are_known_by_their_contents(material, tmp_pa
     assert "ln -s" not in str(refused.value)
 
 
+def test_a_teacher_is_known_by_its_contents(material, tmp_path):
+    config = material.load().config
+    section = config.distillation
+    here = shutil.copytree(config.actor_rollout_ref.model.path, tmp_path / "here")
+    section.teacher_models.teacher_model.model_path = str(here)
+    assert not any("teacher" in key for key in critical_settings(config))
+    section.enabled = True
+    begin_run()
+    saved = json.loads(json.dumps(critical_settings(config)))
+    there = here.rename(tmp_path / "there")
+    section.teacher_models.teacher_model.model_path = str(there)
+    begin_run()
+    (line,) = refuse_changed_settings(config, saved)
+    assert "teacher_model.model_path: " in line and "are the same" in line
+    (there / "config.json").write_text((there / "config.json").read_text() + " ")
+    begin_run()
+    with pytest.raises(RunRefused, match="contents of the teacher's files"):
+        refuse_changed_settings(config, saved)
+
+
 def test_a_moved_model_of_an_old_checkpoint_has_a_way_out(material, tmp_path):
     """Checkpoints of earlier versions record no contents, so paths are compared."""
     config = material.load().config

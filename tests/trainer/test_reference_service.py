@@ -5,14 +5,17 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import AutoConfig, AutoTokenizer
 
 from tests.models import tiny_model
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
 from verlite.config.schema import Config, DataConfig
+from verlite.engine.folder import vocabulary_digest
 from verlite.engine.reference_wire import ModelInfo
 from verlite.trainer import checks, opening, reference
 from verlite.trainer.errors import RunRefused
@@ -116,6 +119,58 @@ def test_longest_sequence_must_fit(config, monkeypatch, longest):
         return
     with pytest.raises(RunRefused, match="up to 64 tokens; samples of this run may have 65"):
         checks.reference_service(found)
+
+
+# The teacher's service.
+
+
+@pytest.fixture
+def distilling(tmp_path):
+    """Checks of a run with a teacher's service, and the digest of its tokenizer."""
+    model = tiny_model(tmp_path / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    distillation = SimpleNamespace(enabled=True)
+    found = SimpleNamespace(
+        config=SimpleNamespace(distillation=distillation),
+        model=SimpleNamespace(path=model),
+        tokenizer=tokenizer,
+        described=AutoConfig.from_pretrained(model),
+    )
+    return found, vocabulary_digest(tokenizer)
+
+
+def test_a_service_tells_the_digest_of_its_tokenizer(distilling):
+    found, digest = distilling
+    found.teacher_service = replace(INFO, vocabulary=digest)
+    checks.teacher(found)
+    for other, words in (("", "without a tokenizer"), ("0" * 64, "has another tokenizer than")):
+        found.teacher_service = replace(INFO, vocabulary=other)
+        with pytest.raises(RunRefused, match=f"teacher_model.url: .*{words}"):
+            checks.teacher(found)
+    found.teacher_service = replace(INFO, vocabulary=digest, vocab_size=127)
+    with pytest.raises(RunRefused, match="has 127 token ids, and the policy may sample 128"):
+        checks.teacher(found)
+
+
+def test_tokenizers_with_the_same_tokens_have_the_same_digest(distilling):
+    """Also with another chat template; not if one token is added, or two have changed places."""
+    tokenizer, digest = distilling[0].tokenizer, distilling[1]
+    tokenizer.chat_template = "other"
+    assert vocabulary_digest(tokenizer) == digest
+    tokenizer.add_tokens(["<new>"])
+    assert vocabulary_digest(tokenizer) != digest
+
+
+def test_a_resumed_run_needs_the_teacher_of_its_start(tmp_path):
+    reference.check_teacher(INFO, tmp_path, 0)
+    reference.check_teacher(INFO, tmp_path, 7)
+    other = replace(INFO, fingerprints={"float32": 3})
+    key = "distillation.teacher_models.teacher_model.url"
+    with pytest.raises(RunRefused, match=f"{key}: the service's model toy .* is not the one"):
+        reference.check_teacher(other, tmp_path, 7)
+    (tmp_path / reference.TEACHER_RECORD).unlink()
+    with pytest.raises(RunRefused, match="teacher.json is missing"):
+        reference.check_teacher(INFO, tmp_path, 7)
 
 
 # Whole runs.

@@ -189,6 +189,12 @@ def teacher(found: Preflight) -> None:
                 f"have {found.plan.longest_sequence} tokens"
             )
         compare_small_copy(found, spec, f"{key}: ", "lm")
+    if not digest:
+        raise RunRefused(
+            f"{key}: the service has the teacher {name} without a tokenizer, so it cannot be "
+            "compared with the policy's. Put tokenizer.json and tokenizer_config.json beside the "
+            "model, and start the service again"
+        )
     if digest != folder.vocabulary_digest(found.tokenizer):
         raise RunRefused(
             f"{key}: the teacher {name} has another tokenizer than "
