@@ -236,6 +236,7 @@ def test_distillation_equals_the_closed_form_of_the_reverse_kl(parts, loss):
         "response_mask": torch.ones(4, 1, dtype=torch.int64),
         "advantages": torch.tensor([[3.0], [1.0], [-2.0], [5.0]], dtype=torch.float64),
         "rollout_log_probs": log_probs.detach(),
+        "ref_log_prob": torch.zeros(4, 1, dtype=torch.float64),
         "teacher_log_prob": teacher,
     }
     rows = TensorDict(columns, batch_size=[4])
