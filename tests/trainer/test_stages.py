@@ -936,7 +936,7 @@ def test_rejected_tokens_leave_loss_mask_but_not_the_baseline():
         assert run.metrics["critic/advantages/mean"] == pytest.approx(sum(trained) / len(trained))
 
 
-def run_advantages(loss_mode="vanilla", truncated=False, **policy_loss):
+def run_advantages(loss_mode="vanilla", truncated=False, credit=None, **policy_loss):
     run = fake_run()
     run.plan.loss_mode, run.config.algorithm.adv_estimator = loss_mode, "grpo"
     run.config.algorithm.norm_adv_by_std_in_grpo, run.config.algorithm.mask_truncated = (
@@ -950,6 +950,8 @@ def run_advantages(loss_mode="vanilla", truncated=False, **policy_loss):
     )
     old = columns(old_log_probs=[[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]])
     batch = scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old)
+    if credit is not None:
+        batch = batch.union(columns(credit=credit))
     batch = advantages(run, loss_mask(run, batch))
     return run, dense(batch, "loss_mask", "advantages", "selected_tokens")
 
@@ -974,6 +976,12 @@ def test_clip_cov_and_kl_cov_select_tokens_over_the_whole_step():
     _, t = run_advantages("kl_cov", kl_cov_ratio=0.4)
     assert t["selected_tokens"].tolist() == [[True, False], [False, True], [False, False]]
     assert "selected_tokens" not in run_advantages()[1].keys()
+    # The first token has the largest product, and with a tenth of its advantage the fourth: 0.081
+    # and 0.106, with the mean -0.075 of the advantages.
+    for first, place in ((1.0, 0), (0.1, 3)):
+        credit = [[first, 1.0], [1.0, 1.0], [1.0, 1.0]]
+        _, t = run_advantages("kl_cov", kl_cov_ratio=0.2, credit=credit)
+        assert t["selected_tokens"].flatten().nonzero().tolist() == [[place]]
     # clip_cov selects random tokens within the bounds. Seed and step determine which.
     draws = [
         run_advantages("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1][

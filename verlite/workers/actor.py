@@ -35,7 +35,7 @@ from verlite.workers.advantage import (
     select_loss_tokens,
 )
 from verlite.workers.log_probs import LogProbWorker
-from verlite.workers.training import StepRows, micro_batching, trained_rows
+from verlite.workers.training import StepRows, credited, micro_batching, trained_rows
 
 if TYPE_CHECKING:
     from verlite.engine.export import Part
@@ -149,7 +149,7 @@ class ActorWorker(LogProbWorker):
         """Select the step's tokens for the loss clip_cov or kl_cov, on one rank."""
         if not len(batch):
             return DataProto()
-        t = self.all_rows.padded(batch).batch
+        t = credited(self.all_rows.padded(batch)).batch
         tokens = select_loss_tokens(t, self.spec.loss.loss_mode, self.spec.token_selection, seed)
         return DataProto.from_dict({}, {"selected_tokens": ragged(tokens, t["response_length"])})
 

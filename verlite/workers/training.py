@@ -218,10 +218,16 @@ def trained_rows(batch: DataProto) -> DataProto:
     """Return padded rows as an update reads them, one for each branch of a sample: the engine's
     micro-batching and the losses read the mask of trained tokens, `loss_mask`, under the name
     response_mask. Advantages have their `credit`."""
+    batch = credited(batch)
+    return split(batch.with_batch(response_mask=batch.batch["loss_mask"]))[0]
+
+
+def credited(batch: DataProto) -> DataProto:
+    """Return padded rows with the advantages of the policy's update: times `credit`, if any."""
     t = batch.batch
     if "credit" in t.keys() and "advantages" in t.keys():
-        batch = batch.with_batch(advantages=t["advantages"] * t["credit"])
-    return split(batch.with_batch(response_mask=t["loss_mask"]))[0]
+        return batch.with_batch(advantages=t["advantages"] * t["credit"])
+    return batch
 
 
 def mean_metrics(steps: list[Metrics]) -> Metrics:

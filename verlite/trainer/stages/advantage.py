@@ -193,7 +193,7 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
         run.kl.update(metrics[REWARD_KL], len(batch))
     if token_selector_path(run.plan.loss_mode) is None:
         return batch
-    columns = ("response_mask", "loss_mask", "old_log_probs", "advantages")
+    columns = ("response_mask", "loss_mask", "old_log_probs", "advantages", "credit")
     seed = seeds(run.config.actor_rollout_ref.actor.data_loader_seed, run.step, 0, 1)[0]
     return batch.union(run.actor.select_tokens(to_one_rank(run, batch, *columns), seed))
 
