@@ -57,9 +57,10 @@ def test_a_reference_service_gets_each_branch_as_a_sequence(monkeypatch) -> None
     monkeypatch.setattr("verlite.engine.reference_client.log_probs", log_probs)
     worker: Any = ActorWorker.__new__(ActorWorker)
     worker.rank_rows = StepRows()
-    worker.spec = SimpleNamespace(temperature=1.0, log_probs=SimpleNamespace(reference="service"))
+    worker.spec = SimpleNamespace(temperature=1.0)
     rows = graphs.batch("graph")
-    found = worker.remote_reference_log_probs(rows.with_meta(step=1, reference="model"))
+    service: Any = SimpleNamespace(name="reference service")
+    found = worker.remote_log_probs(rows.with_meta(step=1), service, "model")
     # Sessions sampled each token with minus a tenth of its number, too.
     for own, same in zip(
         found.non_tensor_batch["ref_log_prob"],
