@@ -218,8 +218,8 @@ SYNCED = 10e9
 ASSUMED = (
     f"roofline: training passes reach {TRAINED:.0%} of the peak FLOP/s, prefill {PREFILLED:.0%}, "
     f"decoding {READ:.0%} of the memory's bandwidth and {1000 * STEP_S:g} ms more for each of its "
-    f"steps; a weight sync moves {SYNCED / 1e9:g} GB/s and takes a second more. Nothing of it was "
-    "measured"
+    f"steps; a weight sync moves {SYNCED / 1e9:g} GB/s and takes a second more. An H200 reached "
+    "25% in updates of 1.5B and 33% at 7B's width; nothing else of it was measured"
 )
 
 
