@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "all output of a reward function is passed on",
-        "verlite.rewards.keeper:OUTPUT_BYTES",
+        "verlite.keeper:OUTPUT_BYTES",
         constant(1 << 40),
         (HOSTILE,),
     ),

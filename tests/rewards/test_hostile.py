@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verlite.keeper import OUTPUT_BYTES
 from verlite.rewards import pool as pools
-from verlite.rewards.keeper import OUTPUT_BYTES
 from verlite.rewards.pool import MAX_CHILDREN, Pool
 from verlite.rewards.result import MAX_CHARACTERS, RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer
@@ -188,7 +188,7 @@ def test_secrets_of_the_environment_are_hidden_unless_named(scorer: Scorer) -> N
 
 INTERRUPTS = """
 import os, subprocess
-from verlite.rewards import keeper
+from verlite import keeper
 keeper.split(os.getppid(), 1 << 40)
 ends = [subprocess.run(["sh", "-c", f"kill -{name} $$"]).returncode for name in ("INT", "HUP")]
 print(ends, flush=True)

@@ -1,55 +1,42 @@
 """Run an agent program for one sample, in a process of its own with limits.
 
 The program gets its task as JSON in VERLITE_TASK and on its input, and the address and key of its
-session in the variables that OpenAI's and Anthropic's clients read. `verlite.rewards.keeper`
+session in the variables that OpenAI's and Anthropic's clients read. `verlite.keeper`
 watches over it, as over reward functions: it ends with this process, and everything that it started
 ends with it.
 """
 
 import asyncio
 import json
-import os
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from verlite.breakpoints import REFUSE
-from verlite.masking import without_secrets
-from verlite.rewards.keeper import kill_group, kill_kept, kill_marked
+from verlite.keeper import kill_marked
+from verlite.own_process import (
+    EXECUTE,
+    TAIL,
+    cause_of,
+    end_kept,
+    last_line,
+    start_kept,
+    variables_for_programs,
+)
 from verlite.rewards.result import BadReturn, RewardResult, result_of
-from verlite.terminal import clean
-from verlite.threads import COUNT
 
 MAX_OUTPUT = 16 << 20
 """Bytes that a program may print."""
-TAIL = 4000
-"""Bytes at the end of an output that are kept: of errors for messages, of both for the log."""
 MAX_LINE = 1 << 20
 """Bytes of the last line of output."""
 MAX_VARIABLE = 100_000
 """Bytes of the task in an environment variable; Linux allows 128 KiB. A longer task is only on the
 input."""
-END_S = 5.0
-"""How long to wait for the end of a program that was killed."""
 
-_KEPT = """
-import json, os, sys
-sys.path[:] = json.loads(sys.argv[3])
-from verlite.rewards import keeper
-keeper.split(int(sys.argv[1]), int(sys.argv[2]))
-function = sys.argv[4].rpartition(":") if len(sys.argv) == 5 else ("", "", "")
-if function[0]:
-    from verlite.gateway.function import call
-    call(function[0], function[2])
-else:
-    try:
-        os.execvp(sys.argv[4], sys.argv[4:])
-    except OSError as error:
-        sys.exit(f"{sys.argv[4]}: {error.strerror}")
+_CALL = """
+from verlite.gateway.function import call
+call(*sys.argv[1].rsplit(":", 1))
 """
 
 
@@ -88,18 +75,13 @@ async def run(
             too long, or printed more than MAX_OUTPUT.
     """
     log = bytearray() if log is None else log
-    arguments = [str(os.getpid()), str(int(memory_gb * (1 << 30)))]
-    arguments.append(json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
     text = json.dumps(task, default=str)
+    words = shlex.split(command)
+    is_function = len(words) == 1 and words[0].rpartition(":")[0]
+    variables = _variables(text, base_url, token, secret_env_vars)
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", _KEPT, *arguments, *shlex.split(command)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=folder,
-            env=_variables(text, base_url, token, secret_env_vars),
-            start_new_session=True,
+        process = await start_kept(
+            _CALL if is_function else EXECUTE, words, memory_gb, folder, variables
         )
     except OSError as error:  # no more processes, files or memory
         raise ProgramError(f"it cannot be started: {error}") from error
@@ -117,8 +99,8 @@ async def run(
     finally:
         await _end(process, token)
     if code:
-        raise ProgramError(f"it {_cause(code)}{_last_line(errors, ': ')}")
-    return _last_line(output)
+        raise ProgramError(f"it {cause_of(code, errors)}")
+    return last_line(output)
 
 
 def score_of(line: str) -> RewardResult:
@@ -141,9 +123,6 @@ def score_of(line: str) -> RewardResult:
 
 
 def _variables(task: str, base_url: str, token: str, allowed: Sequence[str]) -> dict[str, str]:
-    variables = without_secrets(os.environ, allowed)
-    for name in ("NO_PROXY", "no_proxy"):  # the gateway is on this machine
-        variables[name] = ",".join(filter(None, (variables.get(name), "127.0.0.1")))
     own = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": token,
@@ -152,7 +131,7 @@ def _variables(task: str, base_url: str, token: str, allowed: Sequence[str]) -> 
     }
     if len(task.encode()) <= MAX_VARIABLE:
         own["VERLITE_TASK"] = task
-    return variables | own | {COUNT: "1", "PYTHONBREAKPOINT": REFUSE}
+    return variables_for_programs(allowed) | own
 
 
 async def _write(pipe: asyncio.StreamWriter, data: bytes) -> None:
@@ -178,27 +157,9 @@ async def _read(pipe: asyncio.StreamReader, kept: int, log: bytearray) -> bytes:
 
 async def _end(process: asyncio.subprocess.Process, token: str) -> None:
     """Kill what is left of a program, which has the token of its session in its environment."""
-    if process.returncode is None:
-        kill_kept(process.pid)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), END_S)
-    kill_group(process.pid)
+    await end_kept(process)
     if token and process.returncode in (
         None,
         -signal.SIGKILL,
     ):  # perhaps the program killed its keeper
         kill_marked(token.encode())
-
-
-def _cause(code: int) -> str:
-    if code > 0:
-        return f"ended with exit code {code}"
-    cause = f"was killed by {signal.Signals(-code).name}"
-    return cause + (", perhaps for lack of memory" if -code == signal.SIGKILL else "")
-
-
-def _last_line(output: bytes, before: str = "") -> str:
-    """Return the last line that is not empty, after `before`; "" if there is none."""
-    lines = clean(output.decode(errors="replace")).split("\n")
-    line = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return line and before + line

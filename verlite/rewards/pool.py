@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from verlite.breakpoints import REFUSE
+from verlite.keeper import descendants, kill_group, kill_kept
 from verlite.masking import without_secrets
-from verlite.rewards.keeper import descendants, kill_group, kill_kept
 from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import MAX_PARTS, RewardResult
 from verlite.threads import COUNT, cores

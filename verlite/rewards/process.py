@@ -1,7 +1,7 @@
 """The program of a reward process: load one function and call it in isolation.
 
 A reward function may hang, leak memory or crash, so it never runs in the trainer's process.
-`verlite.rewards.pool` starts this program, and `verlite.rewards.keeper` divides it into two
+`verlite.rewards.pool` starts this program, and `verlite.keeper` divides it into two
 processes. Calls arrive on stdin as length-prefixed pickles, which
 only the parent writes. Results leave on stdout as one JSON object per line, because the trainer
 must not unpickle what user code returns. Output of the user's file goes to stderr. Only the
@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any, BinaryIO
 
+from verlite import keeper
 from verlite.importing import OwnCodeError, import_module
-from verlite.rewards import keeper
 from verlite.rewards.result import BadReturn, RewardItem, RewardResult, failure, result_of
 
 Call = tuple[int, dict[str, Any]]
