@@ -48,7 +48,7 @@ def test_lines_of_the_tour():
             assert abs(counted - shown) <= max(50, shown / 10), (cell, counted)
     assert named >= {f"{file.parent.name}/" for file in ROOT.glob("*/__init__.py")}
     (nucleus,) = re.findall(r"is the nucleus: about ([\d,]+) lines", TOUR)
-    stages = lines_in("trainer/stages", "trainer/ppo.py", "trainer/asynchronous.py")
+    stages = lines_in("trainer/stages", "trainer/ppo.py")
     counted, shown = lines_in(*NUCLEUS) + stages, int(nucleus.replace(",", ""))
     assert abs(counted - shown) <= shown / 10, counted
 

@@ -1,8 +1,9 @@
 """Asynchronous training on a virtual clock, with simulated engines, a trainer, checkpoints and a
 command that is started again.
 
-`Process` does what `trainer.asynchronous` does: it reports to the flow what happened and does what
-the flow decides. What it knows itself (`tests.control.flow_rules`) is compared after every event.
+`Process` does what `trainer.ppo` does with trainer.mode=async: it reports to the flow what happened
+and does what the flow decides. What it knows itself (`tests.control.flow_rules`) is compared after
+every event.
 """
 
 import json

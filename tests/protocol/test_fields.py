@@ -117,6 +117,6 @@ def test_the_loop_names_fields_of_the_stage():
     lines = re.findall(r"batch = (\w+)\(run.*?\)  # (.*)", inspect.getsource(ppo.train))
     assert len(lines) == 8
     for stage, names in lines:
-        writers = rollout_stages if stage == "rollout" else {stage}
+        writers = rollout_stages if stage == "samples" else {stage}
         for name in names.split():
             assert writers & set(FIELDS[name].writer.split(", ")), name

@@ -246,6 +246,7 @@ def publishing(groups: Groups, monkeypatch, **does) -> tuple[SimpleNamespace, li
             called.append(name)
             if name == "sync_weights":
                 run.version += 1
+                run.groups.flow.published()
             does.get(name, lambda run: None)(run)
 
         monkeypatch.setattr(stage, name, call)

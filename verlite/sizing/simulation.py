@@ -1,6 +1,6 @@
 """A training run on a virtual clock: step time, waiting, utilization and age of tokens.
 
-`simulate` does what `trainer.ppo` and `trainer.asynchronous` do, in their order, and lets the real
+`simulate` does what `trainer.ppo` does in each mode, in the same order, and lets the real
 `control.flow.Flow` decide which prompts are drawn, started and trained. Engines and the trainer are
 cost curves. It is a pure function: no torch, file, process or clock.
 

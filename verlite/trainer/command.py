@@ -97,14 +97,13 @@ def train_rl(loaded: "LoadedConfig[Any]", stop: Stop) -> int:
     from verlite.trainer.launch import launched
 
     with launched(loaded, stop) as launch:  # imports the following in a thread while Ray starts
-        from verlite.trainer import asynchronous, pipelined, ppo
+        from verlite.trainer import ppo
         from verlite.trainer.build import finalize, open_run
         from verlite.trainer.errors import StepAborted
 
         with open_run(launch) as run:
-            loops = {"sync": ppo, "pipelined": pipelined, "async": asynchronous}
             try:
-                loops[run.config.trainer.mode].train(run)
+                ppo.train(run)
             except StepAborted:
                 run.undo_step()
             return stop.decide(finalize(run))

@@ -96,12 +96,6 @@ def take_saved(run: Run, groups: Groups, checkpoint: Checkpoint, state: dict[str
         run.display.info(f"{kept} running prompts of the checkpoint go on")
 
 
-def first_weights(run: Run) -> None:
-    """Give the engines their first weights."""
-    sync_weights(run)
-    groups_of(run).flow.published()
-
-
 def finished_groups(run: Run) -> DataProto:
     """Return the samples of the step's groups, scored. See `scored_groups`."""
     begin_step(run)
@@ -257,7 +251,6 @@ def sync_running_engines(run: Run) -> None:
         run.version += 1
         return
     sync_weights(run)
-    groups.flow.published()
     # With bound 0 nothing may start before the step has ended, so that the engines compute the
     # same batches as with trainer.mode=sync.
     if groups_of(run).flow.bound and not _is_stopping(run):

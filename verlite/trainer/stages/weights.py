@@ -42,6 +42,8 @@ def sync_weights(run: Run) -> None:
     with suppress(StepAborted):  # a stop has ended the engines: nothing is generated after it
         run.metrics.update(give_weights(run, run.version + 1))
     run.version += 1
+    if run.groups is not None:
+        run.groups.flow.published()
 
 
 def give_weights(run: Run, version: int) -> Metrics:
