@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from tests.mutants import Mutant
-from tests.mutants.patches import calls, does_nothing, result, returns
+from tests.mutants.patches import calls, does_nothing
 
 API = "verlite.api:"
 LIBRARY = ("tests/api/test_library.py",)
@@ -38,22 +38,9 @@ MUTANTS = [
         LIBRARY,
     ),
     Mutant(
-        "config.yaml() does not say where values come from",
-        API + "dump",
-        result(lambda text: text.replace("  # Python", "")),
-        LIBRARY,
-    ),
-    Mutant(
         "functions leave a folder on the Python path",
         "verlite.api:with_own_code",
         calls(_leaves_the_folder),
-        LIBRARY,
-    ),
-    Mutant("check shows no notes", API + "Report.__str__", returns(""), LIBRARY),
-    Mutant(
-        "the history of a metric is in another order",
-        "verlite.api:Result.history",
-        result(lambda found: found[::-1]),
         LIBRARY,
     ),
 ]

@@ -1,11 +1,10 @@
 """Mutants of verlite.convert: commands that train something else without a word."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, does_nothing, returns
+from tests.mutants.patches import calls, does_nothing, returns
 
 CONVERT = "verlite.convert."
 OPENRLHF = ("tests/convert/test_openrlhf.py",)
-RLINF = ("tests/convert/test_rlinf.py",)
 TRL = ("tests/convert/test_trl.py",)
 
 
@@ -40,29 +39,10 @@ MUTANTS = [
         OPENRLHF,
     ),
     Mutant(
-        "the defaults of another version are ignored",
-        CONVERT + "rows:Table.at",
-        calls(lambda original, self, version: original(self, None)),
-        (*OPENRLHF, *TRL),
-    ),
-    Mutant(
         "settings that change training are dropped",
         CONVERT + "engine:Draft.refuse",
         does_nothing,
         OPENRLHF,
-    ),
-    Mutant(
-        "a converted command may break verlite's rules",
-        CONVERT + "engine:broken_rules",
-        returns([]),
-        OPENRLHF,
-    ),
-    Mutant("an abbreviated flag is taken", CONVERT + "openrlhf:_unknown", returns(None), OPENRLHF),
-    Mutant(
-        "RLinf's advantages and clip range are left to verlite's defaults",
-        CONVERT + "rlinf:FORMULAS",
-        lambda formulas: tuple(f for f in formulas if f.__name__ != "estimator"),
-        RLINF,
     ),
     Mutant(
         "TRL's updates are taken for training steps",
@@ -74,12 +54,6 @@ MUTANTS = [
         "a variable that changes is taken for a literal",
         CONVERT + "trl_read:_constants",
         returns({"n": 4}),
-        TRL,
-    ),
-    Mutant(
-        "the processes do not multiply TRL's batches",
-        CONVERT + "trl:_generated",
-        argument("gpus", lambda gpus: 1),
         TRL,
     ),
 ]

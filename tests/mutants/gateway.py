@@ -7,7 +7,6 @@ from tests.mutants.patches import calls, returns
 
 RECORD = "verlite.gateway.conversation:"
 GATEWAY = "verlite.gateway.server:"
-DIALECT = "verlite.gateway.dialect:"
 AGENTS = "verlite.gateway.agents:"
 CHAT = "verlite.envs.chat:"
 GRAPH = ("tests/gateway/test_conversation.py",)
@@ -71,12 +70,6 @@ MUTANTS = [
         (*GRAPH, "tests/gateway/test_agents.py::test_branches_of_a_graph_worked_out_by_hand"),
     ),
     Mutant(
-        "the end of a turn is given although the model wrote it",
-        CHAT + "Chat.has_ended",
-        returns(False),
-        SERVER,
-    ),
-    Mutant(
         "special tokens of messages are special", CHAT + "Chat.has_special", returns(False), SERVER
     ),
     Mutant(
@@ -86,24 +79,11 @@ MUTANTS = [
         SERVER,
     ),
     Mutant(
-        "long texts are encoded in the event loop",
-        GATEWAY + "Gateway._in_thread",
-        calls(_in_the_loop),
-        DIALECTS,
-    ),
-    Mutant(
-        "previous_response_id does not tell equal answers apart",
-        RECORD + "Session.match",
-        calls(lambda original, self, messages, named=None: original(self, messages)),
-        DIALECTS,
-    ),
-    Mutant(
         "tool results in Anthropic's messages are lost",
         "verlite.gateway.anthropic:_message",
         calls(_lost_results),
         DIALECTS,
     ),
-    Mutant("fields without effect are not counted", DIALECT + "ignored", returns(()), DIALECTS),
     Mutant(
         "the conformance suite accepts prompts that were rendered again",
         "verlite.contracts.gateway:exact",
@@ -111,30 +91,12 @@ MUTANTS = [
         SUITE,
     ),
     Mutant(
-        "the conformance suite accepts any mask",
-        "verlite.contracts.gateway:_rows",
-        returns(""),
-        SUITE,
-    ),
-    Mutant(
         "all requests of a session have one seed", GATEWAY + "with_seed", calls(_same_seed), SERVER
-    ),
-    Mutant(
-        "calls of equal answers have equal ids",
-        DIALECT + "_calls",
-        calls(lambda original, texts, number: original(texts, 0)),
-        SERVER,
     ),
     Mutant(
         "a program that fails is a sample without error",
         AGENTS + "as_trajectory",
         calls(_failed_is_zero),
-        PROGRAMS,
-    ),
-    Mutant(
-        "the last line that is not a score is 0",
-        "verlite.gateway.agents:score_of",
-        calls(lambda original, line: original("0")),
         PROGRAMS,
     ),
 ]

@@ -1,7 +1,5 @@
 """Mutants of verlite.http: services without protection, clients without limits."""
 
-import dataclasses
-
 from tests.mutants import Mutant
 from tests.mutants.patches import argument, constant, does_nothing
 
@@ -43,12 +41,6 @@ MUTANTS = [
         SERVER_TESTS,
     ),
     Mutant(
-        "an answer of any size is read",
-        CLIENT + "Client.__init__",
-        argument("service", lambda service: dataclasses.replace(service, max_answer=1 << 40)),
-        CLIENT_TESTS,
-    ),
-    Mutant(
         "a request leaves the server that the caller chose",
         CLIENT + "Client.call",
         argument("server", lambda server: None),
@@ -59,11 +51,5 @@ MUTANTS = [
         CLIENT + "PAUSE_AFTER",
         constant(10**9),
         ("tests/envs/test_retriever.py::test_failing_server_is_paused_and_probed_by_one_request",),
-    ),
-    Mutant(
-        "a connection that breaks counts as a server that is not there",
-        CLIENT + "_NOT_CONNECTED",
-        constant((Exception,)),
-        ("tests/http/test_client.py::test_server_that_hangs_up_is_not_down",),
     ),
 ]

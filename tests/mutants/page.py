@@ -15,7 +15,14 @@ bug, the function that is patched, the test that must fail, and the result of th
 
 `make mutants` plants all of them and rewrites this page; it fails if one is missed. With a package
 and `--new`, `python -m tests.mutants` plants only those of the package that have no good result
-here yet. To add one, add an entry to `tests/mutants/PACKAGE.py`.
+here yet.
+
+To add one, add an entry to `tests/mutants/PACKAGE.py`, if no other mutant of that mechanism plants
+the same kind of fault: a sign, an order or a comparison; a normalization; a mask, a position or an
+off-by-one; a factor, a term or a limit that is dropped; an error that is no longer raised; state
+that is lost, doubled or left behind; an outsider's input or a secret that passes. What only changes
+the words of a message, a note or a page is no mutant. A state machine whose rules are checked by a
+simulation has one for each rule.
 """
 _ROW = re.compile(r"^\| ([^|]+) \| `[^|]+` \| [^|]+ \| ([^|]+) \|$")
 

@@ -1,7 +1,7 @@
 """Mutants of verlite.protocol: rows that get mixed up."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, does_nothing, result
+from tests.mutants.patches import calls, does_nothing, result
 
 DATA = "verlite.protocol.data:DataProto."
 RAGGED = "verlite.protocol.ragged:"
@@ -35,19 +35,6 @@ def _padding_by_id(original, prompts, responses, numbers):
     return inputs | {"attention_mask": attention, "position_ids": positions}
 
 
-def _positions_over_padding(original, prompts, responses, numbers):
-    import torch
-
-    inputs = original(prompts, responses, numbers)
-    positions = torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
-    return inputs | {"position_ids": positions}
-
-
-def _last_rows(original, data, size_divisor):
-    padded, added = original(data, size_divisor)
-    return (data.select_idxs([*range(len(data)), *range(-added, 0)]) if added else padded), added
-
-
 def _each_branch_counts(original, batch):
     found, places = original(batch)
     if places is None:
@@ -61,12 +48,6 @@ MUTANTS = [
         "verlite.protocol.data:joined_meta",
         calls(lambda original, parts: original(parts) | dict(parts[0])),
         (BATCH,),
-    ),
-    Mutant(
-        "the rows that are added are the last ones",
-        "verlite.protocol.reshaping:pad_dataproto_to_divisor",
-        calls(_last_rows),
-        ("tests/protocol/test_reshaping.py",),
     ),
     Mutant(
         "repeat interleaves the other way",
@@ -93,20 +74,8 @@ MUTANTS = [
         calls(_padding_by_id),
         (TOKENS,),
     ),
-    Mutant(
-        "positions count padding",
-        RAGGED + "model_inputs",
-        calls(_positions_over_padding),
-        (TOKENS,),
-    ),
     Mutant("another row's tokens are accepted", RAGGED + "_check_count", does_nothing, (TOKENS,)),
     Mutant("clearing one row clears all", RAGGED + "clear_rows", calls(_every_row), (TOKENS,)),
-    Mutant(
-        "ragged rows lose their last token",
-        RAGGED + "ragged",
-        argument("lengths", lambda lengths: (lengths - 1).clamp(min=0)),
-        (TOKENS,),
-    ),
     Mutant(
         "a field of the wrong shape is accepted",
         FIELDS + "_check_tensor",

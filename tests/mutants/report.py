@@ -10,10 +10,6 @@ COLLECT = "verlite.report.page:"
 PAGE = ("tests/report/test_page.py",)
 
 
-def _until_the_first(original, path, notes):
-    return original(path, notes)[:1]
-
-
 def _as_recorded(original, checkpoint, base):
     return ModelSpec(**checkpoint.state()["model"])
 
@@ -26,36 +22,10 @@ MUTANTS = [
         ("tests/report/test_export.py",),
     ),
     Mutant("a run that was killed counts as running", RUNS + "is_locked", returns(True), LS),
-    Mutant("a run that trains counts as killed", RUNS + "is_locked", returns(False), LS),
-    Mutant("validations have no score", RUNS + "_held_out", returns(None), LS),
-    Mutant(
-        "whole metrics files are read",
-        RUNS + "_tail",
-        calls(lambda original, path: path.read_bytes().split(b"\n")),
-        LS,
-    ),
-    Mutant(
-        "the page does not show what changed at resumes",
-        COLLECT + "changes_of_segments",
-        returns([]),
-        PAGE,
-    ),
     Mutant(
         "the page shows samples of an earlier run in the same folder",
         COLLECT + "_samples",
         argument("last", lambda last: 10**9),
-        PAGE,
-    ),
-    Mutant(
-        "the page shows warnings of lost steps",
-        COLLECT + "_warnings",
-        calls(_until_the_first),
-        PAGE,
-    ),
-    Mutant(
-        "the page shows token details that are malformed",
-        COLLECT + "_has_tokens",
-        returns(True),
         PAGE,
     ),
     Mutant(

@@ -1,7 +1,7 @@
 """Mutants of verlite.rewards: scores that are wrong or silently 0."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, result, returns
+from tests.mutants.patches import argument, calls, result, returns
 
 GSM8K = "verlite.rewards.gsm8k:"
 MATH = "verlite.rewards.math:"
@@ -12,11 +12,6 @@ POOL = "verlite.rewards.pool:"
 REMOTE = "verlite.rewards.remote:"
 HOSTILE = "tests/rewards/test_hostile.py"
 TURNS = "tests/rollout/test_trajectory.py::test_rewards_of_turns"
-TAGGED = "verlite.rewards.tagged_math:"
-
-
-def _any_text(original, *args, **kwargs):
-    return (kwargs.get("solution_str") or args[1]).strip()
 
 
 def _first_of(original, text):
@@ -39,21 +34,10 @@ def _zero_where_null(original, answer, count):
     return original({**answer, "rewards": filled}, count)
 
 
-def _any_length(original, answer, count):
-    rewards = list(answer["rewards"]) if isinstance(answer, dict) and "rewards" in answer else []
-    return original({"rewards": (rewards + [0.0] * count)[:count]}, count)
-
-
 def _last_turn_only(original, data_source, solution_str, ground_truth, extra_info):
     if "trajectory" in extra_info:
         scores = extra_info["trajectory"]["turn_scores"][-1:]
         extra_info = {"trajectory": {"turn_scores": scores}}
-    return original(data_source, solution_str, ground_truth, extra_info)
-
-
-def _nothing_is_zero(original, data_source, solution_str, ground_truth, extra_info):
-    if "trajectory" not in extra_info:
-        return 0.0
     return original(data_source, solution_str, ground_truth, extra_info)
 
 
@@ -69,12 +53,6 @@ MUTANTS = [
         "a reward that the service could not give is 0",
         REMOTE + "results_of",
         calls(_zero_where_null),
-        ("tests/rewards/test_remote.py",),
-    ),
-    Mutant(
-        "a service may give any number of rewards",
-        REMOTE + "results_of",
-        calls(_any_length),
         ("tests/rewards/test_remote.py",),
     ),
     Mutant(
@@ -102,28 +80,10 @@ MUTANTS = [
         (HOSTILE,),
     ),
     Mutant(
-        "all output of a reward function is passed on",
-        "verlite.keeper:OUTPUT_BYTES",
-        constant(1 << 40),
-        (HOSTILE,),
-    ),
-    Mutant(
         "the rewards of a request are mixed up",
         REMOTE + "results_of",
         result(lambda results: list(reversed(results))),
         ("tests/rewards/test_remote.py",),
-    ),
-    Mutant(
-        "a box in the thoughts is the answer of an <answer> block",
-        TAGGED + "final_answer",
-        calls(lambda original, response: original(response.replace("<answer>", ""))),
-        ("tests/rewards/test_tagged_math.py",),
-    ),
-    Mutant(
-        "GSM8K: the whole response is searched for an answer",
-        GSM8K + "TAIL",
-        constant(10**9),
-        ("tests/rewards/test_gsm8k.py",),
     ),
     Mutant(
         "GSM8K: any number counts as the final answer",
@@ -135,18 +95,6 @@ MUTANTS = [
         "math: a box decides although the prompt asks for an answer line",
         MATH + "last_answer_line",
         calls(lambda original, text: None),
-        ("tests/rewards/test_math.py",),
-    ),
-    Mutant(
-        "math: boxes are not read",
-        MATH + "last_boxed",
-        calls(lambda original, text: None),
-        ("tests/rewards/test_math.py",),
-    ),
-    Mutant(
-        "math: font commands and leading zeros make answers differ",
-        MATH + "normalize",
-        calls(lambda original, answer: answer),
         ("tests/rewards/test_math.py",),
     ),
     Mutant(
@@ -165,12 +113,6 @@ MUTANTS = [
         "QA: the first answer counts",
         QA + "last_answer",
         calls(_first_of),
-        ("tests/rewards/test_qa.py",),
-    ),
-    Mutant(
-        "QA: answers are not normalized",
-        QA + "normalize",
-        calls(lambda original, text: text),
         ("tests/rewards/test_qa.py",),
     ),
     Mutant(
@@ -204,12 +146,6 @@ MUTANTS = [
         ("tests/rewards/test_scorer.py",),
     ),
     Mutant(
-        "a ground truth that is a list is compared as text",
-        TAGGED + "plain_truth",
-        argument("truth", str),
-        ("tests/rewards/test_tagged_math.py::test_ground_truth_that_is_not_text_is_an_error",),
-    ),
-    Mutant(
         "OpenRLHF's reward functions get verl's arguments",
         "verlite.rewards.process:takes_lists",
         returns(False),
@@ -220,17 +156,5 @@ MUTANTS = [
         "verlite.rewards.environment:compute_score",
         calls(_last_turn_only),
         (TURNS,),
-    ),
-    Mutant(
-        "a run without an environment scores 0 by its rewards",
-        "verlite.rewards.environment:compute_score",
-        calls(_nothing_is_zero),
-        (TURNS,),
-    ),
-    Mutant(
-        "a reward is tried on made-up rows in place of those of --data",
-        "verlite.contracts.rewards:check_reward",
-        argument("row", lambda row: None),
-        ("tests/contracts/test_rewards.py::test_a_row_of_the_data_is_tried",),
     ),
 ]

@@ -1,6 +1,5 @@
 """Mutants of verlite.rollout: samples that are not what the trainer thinks they are."""
 
-import contextlib
 import dataclasses
 
 from tests.mutants import Mutant
@@ -27,13 +26,6 @@ FAULTS = "tests/rollout/test_server_faults.py"
 _seen = {}
 
 
-def _awaits_nothing(original):
-    async def broken(self):
-        pass
-
-    return broken
-
-
 async def _installs_nothing(original, self, delivery, version):
     """Only the first time for a server."""
     if self not in _seen:
@@ -56,12 +48,6 @@ def _observations_trained(original, self, ids):
     n = len(ids)
     if n:
         self.response_mask[-n:] = [1] * n
-
-
-def _last_token_untrained(original, self, completion):
-    original(self, completion)
-    if completion.ids:
-        self.response_mask[-1] = 0
 
 
 def _through_text(original, engine, trajectory, sampling):
@@ -101,11 +87,6 @@ def _accepts_a_failed_sync(original, self, core, named, version, expected):
         self._not_ready_reason = None
 
 
-def _version_first(original, self, core, named, version, expected):
-    self.version = version
-    return original(self, core, named, version, expected)
-
-
 def _loads_nothing(original, self, named):
     for _ in named:
         pass
@@ -132,26 +113,12 @@ def _one_number(original, self):
     return adapter_request(1)
 
 
-def _without_adapter(original, self, *args):
-    kept, self._adapter = self._adapter, None
-    try:
-        original(self, *args)
-    finally:
-        self._adapter = kept
-
-
 MUTANTS = [
     # trajectories
     Mutant(
         "observations are trained",
         TYPES + "Trajectory.append_observation",
         calls(_observations_trained),
-        (LOOP,),
-    ),
-    Mutant(
-        "the last token of an answer is not trained",
-        TYPES + "Trajectory.append_sampled",
-        calls(_last_token_untrained),
         (LOOP,),
     ),
     Mutant(
@@ -192,12 +159,6 @@ MUTANTS = [
         (HF_ENGINE,),
     ),
     Mutant(
-        "a failed sync changes the version",
-        BATCHED + "BatchedEngine._load",
-        calls(_version_first),
-        (HF_ENGINE,),
-    ),
-    Mutant(
         "a dead engine leaves its requests waiting",
         BATCHED + "_answer",
         does_nothing,
@@ -218,21 +179,9 @@ MUTANTS = [
         (HF_ENGINE,),
     ),
     Mutant(
-        "rounding decides whether hf caches",
-        "verlite.rollout.engines.hf:_computing_in_float32",
-        calls(lambda original, model: contextlib.nullcontext()),
-        (HF_ENGINE,),
-    ),
-    Mutant(
         "hf trusts a wrong cache",
         "verlite.rollout.engines.hf:_CACHE_TOLERANCE",
         constant(1e9),
-        (HF_ENGINE,),
-    ),
-    Mutant(
-        "the memory of a GPU does not limit hf's cache",
-        HF + "_most_rows",
-        calls(lambda original, self, slots: self.max_num_seqs),
         (HF_ENGINE,),
     ),
     Mutant(
@@ -251,12 +200,6 @@ MUTANTS = [
     Mutant(
         "running requests keep old keys and values", HF + "reset_caches", does_nothing, (SWAPS,)
     ),
-    Mutant(
-        "requests go on after a failed load",
-        BATCHED + "BatchedEngine._may_step",
-        calls(lambda original, self, core: core.pending() > 0),
-        (SWAPS,),
-    ),
     # sampling
     Mutant(
         "neighboring seeds give related numbers",
@@ -271,20 +214,12 @@ MUTANTS = [
         ("tests/rollout/test_sampling.py",),
     ),
     # vLLM
-    Mutant("a sync to vLLM has no effect", VLLM + "load", calls(_loads_nothing), (VLLM_ENGINE,)),
     Mutant("one layer of vLLM stays old", VLLM + "load", calls(_stale_layer), (VLLM_ENGINE,)),
     Mutant("the prefix cache survives a sync", VLLM + "reset_caches", does_nothing, (VLLM_ENGINE,)),
-    Mutant("vLLM ignores the temperature", VLLM + "add", calls(_unit_temperature), (VLLM_ENGINE,)),
     Mutant(
         "every version of the adapters has one name",
         VLLM + "_next_adapter",
         calls(_one_number),
-        (VLLM_ADAPTERS,),
-    ),
-    Mutant(
-        "vLLM generates without the adapters",
-        VLLM + "_add_request",
-        calls(_without_adapter),
         (VLLM_ADAPTERS,),
     ),
     Mutant(
@@ -298,15 +233,6 @@ MUTANTS = [
         VLLM_WORKER + "_PROBED_COLUMNS",
         constant(0),
         (VLLM_ENGINE,),
-    ),
-    Mutant(
-        "packed experts are trusted, not run",
-        VLLM_WORKER + "_check_experts",
-        does_nothing,
-        (
-            "tests/rollout/test_vllm_experts.py"
-            "::test_experts_that_a_reload_does_not_pack_are_detected",
-        ),
     ),
     # Servers
     Mutant(
@@ -328,34 +254,10 @@ MUTANTS = [
         (FAULTS + "::test_a_restarted_server_gets_the_weights_before_it_serves",),
     ),
     Mutant(
-        "the fingerprint of a restarted server is not compared",
-        SERVER + "VLLMServer.fingerprint",
-        calls(_first_fingerprint),
-        (FAULTS + "::test_a_restarted_server_that_loads_other_weights_stays_out",),
-    ),
-    Mutant(
         "nobody asks whether servers are well",
         POOL + "ServerPool._beat",
         calls(_always_well),
         (FAULTS + "::test_the_others_take_the_samples_of_a_server_that_hangs",),
-    ),
-    Mutant(
-        "a server does not reset its prefix cache",
-        SERVER + "VLLMServer._reset_prefix_cache",
-        calls(_always_well),
-        (FAULTS + "::test_servers_share_the_requests",),
-    ),
-    Mutant(
-        "servers are watched and repaired while a sync loads weights into them",
-        POOL + "ServerPool._stop_watching",
-        _awaits_nothing,
-        (FAULTS + "::test_a_sync_after_cancelled_requests_has_each_server_to_itself",),
-    ),
-    Mutant(
-        "rewards of turns are lost",
-        "verlite.rollout.trajectory:_finite",
-        returns(0.0),
-        ("tests/rollout/test_trajectory.py::test_rewards_of_turns",),
     ),
     Mutant(
         "a turn may be rewarded with NaN",

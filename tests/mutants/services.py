@@ -3,7 +3,7 @@
 import dataclasses
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, result
+from tests.mutants.patches import argument, calls, result
 
 INDEX = "verlite.services.index:"
 CORPUS = "verlite.services.index:"
@@ -44,18 +44,6 @@ MUTANTS = [
         ("tests/services/test_index.py",),
     ),
     Mutant(
-        "stop words count",
-        INDEX + "STOP_WORDS",
-        constant(frozenset()),
-        ("tests/services/test_index.py",),
-    ),
-    Mutant(
-        "plurals are other words",
-        INDEX + "singular",
-        calls(lambda original, word: word),
-        ("tests/services/test_index.py",),
-    ),
-    Mutant(
         "BM25's parameters are ignored",
         INDEX + "BM25.__init__",
         calls(lambda original, self, k1=0.9, b=0.4: original(self, 1.5, 0.75)),
@@ -68,12 +56,6 @@ MUTANTS = [
         ("tests/services",),
     ),
     Mutant(
-        "any number of passages may be asked for",
-        SERVER + "MAX_TOPK",
-        constant(10**9),
-        ("tests/services/test_retriever.py",),
-    ),
-    Mutant(
         "queries of one batch get each other's passages",
         SERVER + "_search",
         result(lambda answers: list(reversed(answers))),
@@ -83,17 +65,6 @@ MUTANTS = [
         "an answer without a ground truth is graded with another one",
         REWARD + "ground_truth",
         calls(lambda original, item, truths, template: original(item, truths, template) or "7"),
-        REWARD_TESTS,
-    ),
-    Mutant(
-        "a label does not take precedence over the data set",
-        REWARD + "ground_truth",
-        calls(
-            lambda original, item, truths, template: (
-                original(dataclasses.replace(item, label=""), truths, template)
-                or original(item, truths, template)
-            )
-        ),
         REWARD_TESTS,
     ),
     Mutant(
@@ -113,18 +84,6 @@ MUTANTS = [
         CLIENT + "read_answer",
         result(lambda answer: (answer[0], _Same(answer[1]))),
         (REFERENCE_TESTS + "::test_other_weights_in_mid_run_end_it_at_once",),
-    ),
-    Mutant(
-        "reference services with different models are accepted",
-        CLIENT + "read_info",
-        result(lambda info: dataclasses.replace(info, model=_Same(info.model))),
-        (REFERENCE_TESTS + "::test_servers_with_different_models_are_refused",),
-    ),
-    Mutant(
-        "values above 0 are taken for log-probs",
-        "verlite.engine.reference_wire:MOST_ABOVE_ZERO",
-        constant(1e9),
-        (REFERENCE_TESTS + "::test_wrong_answer_is_not_used",),
     ),
     Mutant(
         "requests of different temperatures are computed together",

@@ -50,7 +50,6 @@ MUTANTS = [
         RESUMED,
     ),
     Mutant("a stopped run does not save", "verlite.trainer.saving:finalize", returns(75), RESUMED),
-    Mutant("a run resumes with other settings", SFT + "run:tuning_settings", returns({}), RESUMED),
     Mutant(
         "the worse response is the one that is learned",
         SFT + "dpo:pair_metrics",

@@ -7,7 +7,6 @@ from unittest import mock
 from tests.mutants import Mutant
 from tests.mutants.patches import (
     argument,
-    attribute,
     calls,
     constant,
     does_nothing,
@@ -22,7 +21,6 @@ GAP = "verlite.trainer.log_prob_gap:"
 UPDATE = "verlite.trainer.stages.update:"
 WEIGHTS = "verlite.trainer.stages.weights:"
 BATCH = "verlite.trainer.batch:"
-AGENT = "verlite.trainer.metrics:"
 OUTAGE = "verlite.trainer.outage:"
 METRICS = "verlite.trainer.metrics:"
 EVALUATION = "verlite.trainer.validate:"
@@ -32,7 +30,6 @@ OVERLAPS = "tests/trainer/test_overlap.py"
 SERVICE = "tests/trainer/test_reference_service.py"
 CHECKPOINTS = "verlite.trainer.checkpoints:"
 TRACKING = "verlite.trainer.tracking:"
-FINISH = "verlite.trainer.finish:"
 RUN = "verlite.trainer.run:Run."
 LIMIT = "verlite.trainer.time_limit:"
 TIME = ("tests/trainer/test_time_limit.py",)
@@ -50,13 +47,6 @@ SAVED = "tests/trainer/test_checkpoints.py"
 FLOW = "tests/trainer/test_flow_metrics.py"
 
 
-def _uncounted(original, self, number, reason):
-    lengths = self.answers[number].batch["response_length"].tolist()
-    original(self, number, reason)
-    for length in lengths:
-        self.window.sampled[-1].remove(length)
-
-
 def _forgets_what_waits(original, self):
     original(self)
     self._waiting.clear()
@@ -71,19 +61,9 @@ def _leaves_half(original, path, content):
         raise
 
 
-def _forgets_shown_failures(original, run, batch):
-    run.shown_failures.clear()
-    return original(run, batch)
-
-
 def _valid_anyway(original, batch, greedy):
     joined = original(batch, greedy)
     return joined.with_batch(valid=batch.batch["valid"])
-
-
-def _groups_always_differ(original, run, batch, samples):
-    run.plan.filters_groups = False
-    return original(run, batch, samples)
 
 
 def _keeps_truncated(original, run, batch):
@@ -93,15 +73,6 @@ def _keeps_truncated(original, run, batch):
         return original(run, batch)
     finally:
         run.config.algorithm.mask_truncated = enabled
-
-
-def _truncated_rows_lose_their_score(original, run, batch):
-    masked = original(run, batch)
-    return masked.with_batch(valid=masked.batch["valid"] & (masked.batch["trained_tokens"] > 0))
-
-
-def _all_in_one_update(original, uids, updates, seed):
-    return original(uids, updates, seed) * 0
 
 
 def _by_position(original, uids, updates, seed):
@@ -137,11 +108,6 @@ def _sampler_not_restored(original, self):
     sampler.load_state_dict(state)
 
 
-def _without_kl_controller(original, self):
-    state = original(self)
-    return {**state, "kl_controller": {}, "version": 0}
-
-
 def without_masking(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with mock.patch("verlite.trainer.stop.mask_urls", str):
         return original(*args, **kwargs)
@@ -159,12 +125,6 @@ MUTANTS = [
         "too many failed rewards do not stop the run",
         ROLLOUT + "failed_rows",
         result(lambda rows: rows[:1]),
-        (STAGES,),
-    ),
-    Mutant(
-        "a kind of failed reward is shown at each step",
-        "verlite.trainer.failed_rewards:warn_of_new_kinds",
-        calls(_forgets_shown_failures),
         (STAGES,),
     ),
     Mutant(
@@ -192,30 +152,12 @@ MUTANTS = [
         (STAGES,),
     ),
     Mutant(
-        "the length penalty counts the wrong way",
-        ROLLOUT + "overlong_penalty",
-        result(lambda penalty: -penalty),
-        (STAGES,),
-    ),
-    Mutant(
         "an outage of the tools is not waited for",
         OUTAGE + "wait_for_services",
         calls(lambda original, run, batch: False),
         (AGENTS,),
     ),
-    Mutant(
-        "every failed sample is an outage of the tools",
-        OUTAGE + "tool_failures",
-        calls(lambda original, batch: [e for e in batch.non_tensor_batch["error"] if e]),
-        (AGENTS,),
-    ),
     # log-probs, masks, advantages
-    Mutant(
-        "a mixture of experts may differ no more than a dense model",
-        GAP + "gap_limit",
-        calls(lambda original, run: 0.05),
-        (STAGES,),
-    ),
     Mutant(
         "the start-up log-prob check accepts any gap",
         GAP + "check_log_prob_gap",
@@ -228,19 +170,7 @@ MUTANTS = [
         calls(_keeps_truncated),
         (STAGES,),
     ),
-    Mutant(
-        "truncated responses do not count in their group",
-        ADVANTAGE + "loss_mask",
-        calls(_truncated_rows_lose_their_score),
-        (STAGES,),
-    ),
     # updates
-    Mutant(
-        "all rows are in one update",
-        BATCH + "mini_batch_indices",
-        calls(_all_in_one_update),
-        ("tests/trainer/test_batch.py",),
-    ),
     Mutant(
         "the samples of a prompt are in different updates",
         BATCH + "mini_batch_indices",
@@ -271,12 +201,6 @@ MUTANTS = [
         calls(lambda original, run: None),
         ("tests/trainer/test_sync.py",),
     ),
-    Mutant(
-        "an expensive log-prob probe goes on",
-        WEIGHTS + "_PROBE_SHARE",
-        constant(1.0),
-        ("tests/trainer/test_sync.py",),
-    ),
     # metrics and validation
     Mutant(
         "failed samples count as 0 in validation",
@@ -288,14 +212,6 @@ MUTANTS = [
         "the group statistics are by position",
         METRICS + "group_metrics",
         result(lambda metrics: {name: 1 - value for name, value in metrics.items()}),
-        ("tests/trainer/test_metrics.py",),
-    ),
-    Mutant(
-        "with gdpo, groups with a signal are those whose scores differ",
-        METRICS + "group_metrics",
-        argument(
-            "batch", lambda batch: batch.select([k for k in batch.batch.keys() if k[:4] != "gdpo"])
-        ),
         ("tests/trainer/test_metrics.py",),
     ),
     Mutant(
@@ -312,21 +228,9 @@ MUTANTS = [
         (SAVED,),
     ),
     Mutant(
-        "pruning keeps one checkpoint more",
-        CHECKPOINTS + "prune",
-        argument("keep", lambda keep: keep + 1 if keep else keep),
-        (SAVED,),
-    ),
-    Mutant(
         "pruning counts folders of later steps, which the run passed over",
         CHECKPOINTS + "prune",
         argument("step", lambda step: 10**9),
-        (SAVED,),
-    ),
-    Mutant(
-        "files of a checkpoint are not compared with the manifest",
-        CHECKPOINTS + "check_files",
-        does_nothing,
         (SAVED,),
     ),
     Mutant("the export of another run is deleted", TRACKING + "set_aside", does_nothing, (LAUNCH,)),
@@ -340,12 +244,6 @@ MUTANTS = [
         "an append that fails leaves half a line",
         "verlite.files:append",
         calls(_leaves_half),
-        (FILES,),
-    ),
-    Mutant(
-        "a file of any size is read",
-        "verlite.files:read_bytes",
-        argument("limit", lambda limit: 1 << 60),
         (FILES,),
     ),
     Mutant(
@@ -365,15 +263,6 @@ MUTANTS = [
         RUN + "undo_step",
         calls(_sampler_not_restored),
         ("tests/trainer/test_finish.py",),
-    ),
-    Mutant(
-        "a checkpoint of an earlier run counts as this command's",
-        CHECKPOINTS + "last_saved",
-        argument("since", lambda since: 0.0),
-        (
-            "tests/trainer/test_launch.py"
-            "::test_the_line_about_a_stop_names_no_checkpoint_of_an_earlier_run",
-        ),
     ),
     Mutant(
         "a teacher with other tokens is accepted",
@@ -415,26 +304,8 @@ MUTANTS = [
         (ENDING,),
     ),
     Mutant(
-        "forked children inherit the stop request",
-        STOP + "apply_default_action",
-        does_nothing,
-        (ENDING,),
-    ),
-    Mutant(
-        "the error of a failed run is only printed",
-        STOP + "Stop.write_report",
-        does_nothing,
-        (ENDING,),
-    ),
-    Mutant(
         "secrets in URLs are printed at the end of a run",
         STOP + "print_error",
-        calls(without_masking),
-        (ENDING,),
-    ),
-    Mutant(
-        "secrets in URLs are written into the files about a failed run",
-        STOP + "Stop.write_report",
         calls(without_masking),
         (ENDING,),
     ),
@@ -442,12 +313,6 @@ MUTANTS = [
         "a lost node counts as a failure of the run's own",
         "verlite.trainer.errors:exit_code",
         result(lambda code: 1 if code == 76 else code),
-        (ENDING,),
-    ),
-    Mutant(
-        "a wrong file counts as a failure that may pass",
-        "verlite.trainer.errors:exit_code",
-        result(lambda code: 76 if code == 2 else code),
         (ENDING,),
     ),
     Mutant(
@@ -463,33 +328,9 @@ MUTANTS = [
         ("tests/config/test_critical.py",),
     ),
     Mutant(
-        "changed keys are named with the new value twice",
-        SEGMENTS + "changes",
-        result(lambda rows: [(key, now, now) for key, _, now in rows]),
-        (STARTS,),
-    ),
-    Mutant(
         "a key that is gone counts as equal",
         SEGMENTS + "changes",
         result(lambda rows: [row for row in rows if row[2] != "not there"]),
-        (STARTS,),
-    ),
-    Mutant(
-        "each start replaces the configurations of the starts before",
-        SEGMENTS + "write_config",
-        argument("step", lambda step: 0),
-        (STARTS,),
-    ),
-    Mutant(
-        "configurations of an earlier run stay among those of the next",
-        SEGMENTS + "set_aside",
-        does_nothing,
-        (STARTS,),
-    ),
-    Mutant(
-        "only the first resume is compared",
-        SEGMENTS + "changes_of_segments",
-        result(lambda found: list(found)[:1]),
         (STARTS,),
     ),
     Mutant(
@@ -499,51 +340,15 @@ MUTANTS = [
         (LS,),
     ),
     Mutant(
-        "run.json keeps the end of the earlier run while the next one trains",
-        "verlite.trainer.run_record:begin",
-        does_nothing,
-        (LS,),
-    ),
-    Mutant(
-        "a start forgets the planned steps",
-        "verlite.trainer.run_record:_new",
-        argument("total_steps", lambda total: None),
-        (LS,),
-    ),
-    Mutant(
         "a resumed run starts a new run in the trackers",
         TRACKING + "TrackedRun.kept_id",
         returns(None),
         (TRACKERS,),
     ),
     Mutant(
-        "a run from the beginning goes on with the trackers' run of the earlier one",
-        TRACKING + "TrackedRun.kept_id",
-        argument("self", attribute("resumed_step", lambda step: 1)),
-        (TRACKERS,),
-    ),
-    Mutant(
-        "W&B is always offline",
-        "verlite.trainer.trackers:wandb_problem",
-        returns("no login"),
-        (TRACKERS,),
-    ),
-    Mutant(
-        "W&B gets each step as a number of its own",
-        "verlite.trainer.trackers:STEP_METRIC",
-        constant("step"),
-        (TRACKERS,),
-    ),
-    Mutant(
         "the columns of the trackers' tables are mixed up",
         "verlite.trainer.trackers:SAMPLE_COLUMNS",
         lambda columns: columns[::-1],
-        (TRACKERS,),
-    ),
-    Mutant(
-        "trackers get samples that are not UTF-8",
-        "verlite.trainer.trackers:_text",
-        calls(lambda original, value: value if isinstance(value, str) else original(value)),
         (TRACKERS,),
     ),
     Mutant(
@@ -554,12 +359,6 @@ MUTANTS = [
     ),
     Mutant(
         "few effective samples do not end a run", GAP + "check_sample_size", does_nothing, (FLOW,)
-    ),
-    Mutant(
-        "lengths of samples that were left out are not compared",
-        "verlite.trainer.groups:Groups.leave_out",
-        calls(_uncounted),
-        (FLOW,),
     ),
     Mutant(
         "samples that a service failed stay in the pipelined step",
