@@ -11,21 +11,25 @@ import re
 import sys
 from urllib.parse import urlsplit
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Multiply two numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string", "description": "Such as 12*34"}},
-                "required": ["expression"],
-            },
-        },
-    }
-]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"expression": {"type": "string", "description": "Such as 12*34"}},
+    "required": ["expression"],
+}
+CALCULATOR = {"name": "calculator", "description": "Multiply two numbers."}
 MAX_CALLS = 2
+
+
+def calculate(expression):
+    """Return what the calculator says."""
+    found = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", str(expression))
+    return str(int(found[1]) * int(found[2])) if found else "error"
+
+
+def report(task, said, calls):
+    """Print the score of the model's last words."""
+    right = said == f"={task['ground_truth']}"
+    print(json.dumps({"score": float(right), "calls": calls}))
 
 
 def ask(messages):
@@ -35,7 +39,8 @@ def ask(messages):
         "Content-Type": "application/json",
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
     }
-    body = json.dumps({"model": "policy", "messages": messages, "tools": TOOLS})
+    tools = [{"type": "function", "function": {**CALCULATOR, "parameters": PARAMETERS}}]
+    body = json.dumps({"model": "policy", "messages": messages, "tools": tools})
     connection = http.client.HTTPConnection(url.hostname, url.port)
     connection.request("POST", f"{url.path}/chat/completions", body, headers)
     response = connection.getresponse()
@@ -43,13 +48,6 @@ def ask(messages):
     if response.status != 200:
         raise RuntimeError(answer["error"]["message"])
     return answer["choices"][0]["message"]
-
-
-def calculate(call):
-    """Return what the calculator says to a call of the model."""
-    arguments = json.loads(call["function"]["arguments"])
-    found = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", str(arguments.get("expression")))
-    return str(int(found[1]) * int(found[2])) if found else "error"
 
 
 def main():
@@ -63,10 +61,9 @@ def main():
             break
         calls += 1
         for call in message["tool_calls"]:
-            answer = {"role": "tool", "tool_call_id": call["id"], "content": calculate(call)}
-            messages.append(answer)
-    right = message["content"] == f"={task['ground_truth']}"
-    print(json.dumps({"score": float(right), "calls": calls}))
+            said = calculate(json.loads(call["function"]["arguments"]).get("expression"))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+    report(task, message["content"], calls)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,11 @@ HELD_OUT = 128
 TRAINING = 2048
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 """Text of a call before and after its expression."""
+_BASH = '<tool_call>{"name": "bash", "arguments": {"command": "echo '
+WRITE = f"{_BASH}VALUE=$((", ')) > product.py"}}</tool_call>'
+"""Text of a command before and after its expression, for mini-swe-agent."""
+SUBMIT = f'{_BASH}COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}}}}</tool_call>'
+"""The command that ends mini-swe-agent."""
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ m.content }}<eos>"
@@ -57,6 +62,17 @@ def demonstration(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
     ]
 
 
+def repository_demonstration(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
+    """Return an imperfect session of mini-swe-agent: it mostly submits without a change, or writes
+    another product."""
+    messages = [{"role": "user", "content": f"{a}*{b} in product.py:"}]
+    if rng.random() < 0.45:
+        x, y = (a, b) if rng.random() < 0.3 else (rng.randrange(10, 100), rng.randrange(10, 100))
+        write = {"role": "assistant", "content": f"{WRITE[0]}{x}*{y}{WRITE[1]}"}
+        messages += [write, {"role": "tool", "content": ""}]
+    return [*messages, {"role": "assistant", "content": SUBMIT}]
+
+
 def rl_row(split: str, index: int, a: int, b: int) -> dict[str, Any]:
     """Return one product as a row in verl's format."""
     return {
@@ -77,8 +93,9 @@ def make_data(folder: Path, seed: int) -> None:
         write_parquet(rows, folder / f"{split}.parquet")
     rng = random.Random(seed + 1)
     conversations = [demonstration(a, b, rng) for a, b in chosen["warm_up"]]
+    others = [repository_demonstration(a, b, rng) for a, b in chosen["warm_up"]]
     with (folder / "warm_up.jsonl").open("w") as file:
-        for messages in conversations:
+        for messages in conversations + others:
             file.write(json.dumps({"messages": messages}) + "\n")
     right = sum(
         messages[-1]["content"] == f"={a * b}"
@@ -91,8 +108,9 @@ def make_data(folder: Path, seed: int) -> None:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Write a random Qwen2. Its tokenizer has a token per character, and two for calls."""
-    demo.random_qwen2(folder, seed, layers=3, positions=128, words=CALL, template=TEMPLATE)
+    """Write a random Qwen2. Its tokenizer has a token per character and per piece of a call."""
+    words = (*CALL, *WRITE, SUBMIT)
+    demo.random_qwen2(folder, seed, layers=3, positions=128, words=words, template=TEMPLATE)
 
 
 if __name__ == "__main__":
