@@ -184,8 +184,8 @@ CASES = [
     ("env.kwargs.depth=4", "max_turns=4", "max_turns=4 env.name=os:path"),
     ("data.max_obs_length=4", "max_turns=4 do_search=false", "max_turns=4"),
     ("data.max_start_length=4", "", "max_turns=4"),
-    ("agent.timeout_s=4", "", "agent.command=a"),
-    ("agent.reward=function", "", "agent.command=a"),
+    ("agent.timeout_s=4", "", "agent.command=ls"),
+    ("agent.reward=function", "", "agent.command=ls"),
 ]
 
 

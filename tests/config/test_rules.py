@@ -216,7 +216,7 @@ WRONG = [
         "123456 is not a port",
     ),
     (
-        "agent.command=a reward.overlong_buffer.enable=true",
+        "agent.command=ls reward.overlong_buffer.enable=true",
         "reward.overlong_buffer.enable",
         "is for single turns",
     ),

@@ -195,6 +195,14 @@ def test_a_function_that_fails_is_an_unscored_sample(tmp_path, name, error):
     assert error in trajectory.error
 
 
+def test_what_a_function_prints_is_no_score(tmp_path):
+    code = "def agent(task, base_url, key):\n    ask(task['prompt'])\n    print(7)"
+    begin = ASK.replace("task = json.load(sys.stdin)\n", "")
+    _, (trajectory,) = sample(tmp_path, code, "a", begin=begin, name=":agent")
+    assert trajectory.score is None
+    assert trajectory.error.startswith("BadReturn: the function returned None")
+
+
 def test_a_turn_cut_at_its_limit_at_the_end_is_status_length(tmp_path):
     code = "ask(task['prompt']); print(1)"
     _, (trajectory,) = sample(tmp_path, code, "x" * 9, sampling=Sampling(max_tokens=4))
@@ -224,7 +232,7 @@ FAILURES = {
     ),
     "no call": ("print(1)", "ended without an answer of the model"),
     "no score": ("ask(task['prompt']); print('done')", "BadReturn: the last line of its output is"),
-    "no output": ("ask(task['prompt'])", "BadReturn: the last line of its output is ''"),
+    "no output": ("ask(task['prompt'])", "BadReturn: it printed nothing; expected a number"),
     "not finite": ("ask(task['prompt']); print('NaN')", "BadReturn: returned nan"),
     "signal": ("ask(task['prompt']); os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
     "memory": ("ask(task['prompt']); bytearray(4 << 30); print(1)", "MemoryError"),

@@ -28,7 +28,6 @@ from verlite.config.commands import DPO as DPO_COMMAND
 from verlite.config.commands import SFT as SFT_COMMAND
 from verlite.config.critical import begin_run, critical_settings, tuning_settings
 from verlite.config.load import compose
-from verlite.config.schema import Config
 from verlite.engine.reference_wire import ModelInfo
 from verlite.sft import run as sft_run
 from verlite.spec.catalog import load
@@ -198,7 +197,6 @@ FAILURES: dict[tuple[str, str], Failure] = {
     (RL, "tools"): Failure(
         f"max_turns=2 env.name=search retriever.url={AWAY}/retrieve", AWAY, kind="missing"
     ),
-    (RL, "agent program"): Failure("agent.command=no-such-program", "is not a program on this"),
     (RL, "reference service"): Failure(
         f"{ACTOR}ref.url={AWAY} {ACTOR}actor.use_kl_loss=true", AWAY, kind="missing"
     ),
@@ -548,13 +546,3 @@ def test_a_cluster_that_does_not_answer(
     assert code == 0 and started == []
     assert ("a run would not start now" in said) == (not answers)
     assert ("ray_kwargs.wait_s (here 600 s)" in said) == (not answers)
-
-
-@pytest.mark.parametrize("command", ["nowhere.py:agent", "python nowhere.py"])
-def test_the_file_of_an_agent_is_looked_for(command):
-    found = SimpleNamespace(config=Config())
-    found.config.agent.command = command
-    with pytest.raises(RunRefused, match=r"nowhere\.py is not a file in"):
-        checks.agent_program(found)
-    found.config.agent.command = f"{__file__}:agent"
-    checks.agent_program(found)

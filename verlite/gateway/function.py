@@ -15,7 +15,8 @@ def call(place: str, name: str) -> None:
 
     Args:
         place: its file or module.
-        name: its name. It may be asynchronous, and return None if another function scores.
+        name: its name. It may be asynchronous. It may return None, printed as null, if another
+            function scores.
 
     Raises:
         OwnCodeError: the function does not exist. What the function raises is passed on.
@@ -27,8 +28,7 @@ def call(place: str, name: str) -> None:
         import asyncio
 
         result = asyncio.run(_wait(result))
-    if result is not None:
-        print(f"\n{json.dumps(result, default=float)}", flush=True)
+    print(f"\n{json.dumps(result, default=float)}", flush=True)
 
 
 async def _wait(result: object) -> object:

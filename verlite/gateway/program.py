@@ -115,9 +115,11 @@ def score_of(line: str) -> RewardResult:
     except (ValueError, RecursionError):
         value = None
     if isinstance(value, bool) or not isinstance(value, int | float | dict):
+        said = f"the last line of its output is {line!r:.200}" if line else "it printed nothing"
+        said = "the function returned None, or it printed null" if line == "null" else said
         raise BadReturn(
-            f"the last line of its output is {line!r:.200}; expected a number, or a JSON object "
-            'with one under "score" (agent.reward=program)'
+            f'{said}; expected a number, or a JSON object with one under "score" as its last line '
+            "(agent.reward=program; with function the reward function scores)"
         )
     return result_of(value)
 

@@ -4,7 +4,6 @@ torch is imported in functions: the first of them run before it is loaded.
 """
 
 import functools
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from verlite.config.compile import (
     teacher_model_spec,
     teacher_service_spec,
 )
-from verlite.config.plan import TEACHER, program_code, program_words, scores_itself, scores_remotely
+from verlite.config.plan import TEACHER, scores_itself, scores_remotely
 from verlite.config.rules.models import rotary_limit
 from verlite.config.schema import ModelConfig
 from verlite.controller import head
@@ -313,26 +312,6 @@ def trainable_critic(found: Preflight) -> None:
         critic = model_spec(found.config.critic.model, path=found.plan.critic_model_path)
         compare_small_copy(found, critic, "critic.", "value")
         fit_adapters(critic, "critic.", "value")
-
-
-def agent_program(found: Preflight) -> None:
-    """Find the agent program, and the Python file that it names. Raises RunRefused."""
-    words = program_words(found.config.agent.command)
-    if not words:
-        return
-    is_function = len(words) == 1 and ":" in words[0]
-    files = [word for word in words[1:] if word.endswith(".py")]
-    code = program_code(found.config) if is_function else next(iter(files), None)
-    if not is_function and shutil.which(words[0]) is None:
-        raise RunRefused(
-            f"agent.command={found.config.agent.command}: {words[0]} is not a program on this "
-            "machine's PATH"
-        )
-    if code and code.endswith(".py") and not Path(code).is_file():  # without a shell, ~ is a name
-        raise RunRefused(
-            f"agent.command={found.config.agent.command}: {code} is not a file in "
-            f"{Path.cwd()}, where the program is started"
-        )
 
 
 def environment(found: Preflight) -> None:

@@ -50,6 +50,7 @@ FILE_RULES = (
     models.adapters,
     models.tokenizer,
     code.reward_function,
+    code.agent_program,
     code.own_functions,
     code.own_engine,
     code.own_data,

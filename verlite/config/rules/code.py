@@ -1,11 +1,12 @@
 """The user's own functions and classes. Their files are read but not imported."""
 
 import ast
+import shutil
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from verlite.config import keys
-from verlite.config.plan import scores_remotely
+from verlite.config.plan import program_words, scores_remotely
 from verlite.config.problems import Problem
 from verlite.config.rules.context import KEYS, Context
 from verlite.config.schema import Config
@@ -29,6 +30,27 @@ def reward_function(context: Context) -> Iterator[Problem]:
     body = yield from _file_with(PATH, path, NAME, name)
     if body is not None:
         yield from _unknown_arguments(context.config, body, name, f"{name} in {path}")
+
+
+def agent_program(context: Context) -> Iterator[Problem]:
+    """The agent program is on this machine, and the Python file or function that it names."""
+    key, command = "agent.command", context.agent.command
+    words = program_words(command)
+    if len(words) == 1 and ":" in words[0]:
+        place, _, name = words[0].rpartition(":")
+        yield from _file_with(key, place, key, name)
+    elif words and shutil.which(words[0]) is None:
+        rule = f"{words[0]} is not a program on this machine's PATH"
+        remedy = "Give its path."
+        if Path(words[0]).is_file():
+            rule = f"{words[0]} is not executable"
+            remedy = f"Write 'python {words[0]}', or chmod +x it if its first line is #!."
+        yield Problem(key, command, rule, remedy)
+    else:
+        file = next((word for word in words[1:] if word.endswith(".py")), None)
+        if file and not Path(file).is_file():  # without a shell, ~ is a name
+            rule = f"{file} is not there: programs start in the folder of the run's command"
+            yield Problem(key, command, f"{rule}, and without a shell", "Give its path.")
 
 
 def own_data(context: Context) -> Iterator[Problem]:
