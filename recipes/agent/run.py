@@ -16,7 +16,7 @@ from verlite.terminal import console
 
 BUILD = "recipes/agent/build"
 MAKE = ["recipes/agent/make.py"]
-WARM_UP = demo.warm_up(BUILD, "warm_up.jsonl", steps=300)
+WARM_UP = demo.warm_up(BUILD, "warm_up.jsonl", steps=600)
 TRAIN = demo.train("agent_demo")
 
 

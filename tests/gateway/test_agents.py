@@ -230,7 +230,20 @@ FAILURES = {
         "ask(task['prompt']); raise OSError('broken')",
         "ended with exit code 1: OSError",
     ),
-    "no call": ("print(1)", "ended without an answer of the model"),
+    "no call": ("print(1)", "ended without an answer of the model. No answer was given to it: its"),
+    "another server": (
+        "raise OSError('no route')",
+        "code 1: OSError: no route. No answer was given",
+    ),
+    "no package": (
+        "ask(task['prompt']); import no_such_package",
+        "'no_such_package'. Name a Python that has it: agent.command='/path/to/venv/bin/python",
+    ),
+    "withheld": (
+        "ask(task['prompt']); os.environ['MY_SEARCH_API_KEY']",
+        "KeyError: 'MY_SEARCH_API_KEY'. The program gets this variable with "
+        "agent.secret_env_vars=[MY_SEARCH_API_KEY]",
+    ),
     "no score": ("ask(task['prompt']); print('done')", "BadReturn: the last line of its output is"),
     "no output": ("ask(task['prompt'])", "BadReturn: it printed nothing; expected a number"),
     "not finite": ("ask(task['prompt']); print('NaN')", "BadReturn: returned nan"),
@@ -248,7 +261,8 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name):
+def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name, monkeypatch):
+    monkeypatch.setenv("MY_SEARCH_API_KEY", "hush")
     code, error = FAILURES[name]
     _, (trajectory,) = sample(tmp_path, code, "a")
     assert trajectory.status is Status.ERROR and trajectory.score is None

@@ -18,6 +18,12 @@ from verlite.rollout.types import Completion, Engine, EngineError, Sampling, Sta
 from verlite.spec.roles import AgentSpec
 from verlite.terminal import clean
 
+UNASKED = (
+    "No answer was given to it: its client must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL of its "
+    "environment, unless a request was refused"
+)
+"""Remedy of a program that failed without an answer of the model."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -94,8 +100,9 @@ class Agents:
         trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
         trajectory.log = clean(log.decode(errors="replace"))
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
-        if error is None and not trajectory.turns:
-            error = ProgramError("it ended without an answer of the model")
+        if not trajectory.turns:
+            cause = error or "it ended without an answer of the model"
+            error = ProgramError(f"{cause}. {UNASKED}")
         if error is None:
             trajectory.score = score
         else:

@@ -8,9 +8,10 @@ ends with it.
 
 import asyncio
 import json
+import os
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -99,7 +100,8 @@ async def run(
     finally:
         await _end(process, token)
     if code:
-        raise ProgramError(f"it {cause_of(code, errors)}")
+        cause = f"it {cause_of(code, errors)}"
+        raise ProgramError(cause + _remedy(cause, os.environ.keys() - variables.keys()))
     return last_line(output)
 
 
@@ -165,3 +167,12 @@ async def _end(process: asyncio.subprocess.Process, token: str) -> None:
         -signal.SIGKILL,
     ):  # perhaps the program killed its keeper
         kill_marked(token.encode())
+
+
+def _remedy(cause: str, withheld: Iterable[str]) -> str:
+    """Return what helps a program that ended so, "" if that is unknown. withheld: variables that it
+    did not get."""
+    if "ModuleNotFoundError: " in cause:
+        return ". Name a Python that has it: agent.command='/path/to/venv/bin/python my_agent.py'"
+    name = next((name for name in withheld if name in cause), None)
+    return f". The program gets this variable with agent.secret_env_vars=[{name}]" if name else ""
