@@ -380,7 +380,10 @@ def test_a_browser_shows_the_requests_of_an_agent_program(tmp_path):
     )
     starts = re.findall(r'<span class="label branch">(.*?)</span><span[^>]*data-i="(\d+)"', shown)
     assert starts[:2] == [("branch 2, turn 3", "5"), ("branch 3, turn 4", "14")]
-    assert "asked [b]twice[/b]" in shown
+    assert re.search(  # beside the graph, and not again below it
+        r'</ul></div><div><div class="label">log of the agent</div><p[^>]*>asked \[b\]twice', shown
+    )
+    assert shown.count("asked [b]twice[/b]") == shown.count('class="beside"')
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")

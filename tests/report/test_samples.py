@@ -331,3 +331,4 @@ def test_the_requests_of_an_agent_program_are_a_tree():
         *("turn 3 three", "branch 3 sub", "turn 4 four"),
     ]
     assert "log asked [b]twice[/b]" in lines and "0.5" in lines
+    assert " 4 requests " in lines[0] and "tool call" not in lines[0]

@@ -12,7 +12,14 @@ import pytest
 
 from verlite.config.schema import DetectConfig
 from verlite.files import RetryingWriter
-from verlite.trainer.detectors import DETECTORS, Detectors, ignored
+from verlite.trainer.detectors import (
+    DETECTORS,
+    STEP_TIME,
+    TOOL_TIME,
+    Detectors,
+    ignored,
+    waiting,
+)
 from verlite.trainer.finish import forget_warnings
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "metrics" / "quickstart.jsonl"
@@ -353,3 +360,9 @@ def test_a_warning_says_what_was_seen_and_what_to_do():
 
 
 TEXTS = Detectors(DetectConfig())
+
+
+def test_a_slow_program_is_not_helped_by_a_retriever():
+    now = {STEP_TIME: 20.0, TOOL_TIME: 15.0, "agent/requests": 2.0}
+    text = waiting(now, [], 0.5)
+    assert text and "the program of one sample" in text and "retriever" not in text

@@ -202,7 +202,10 @@ def _summary(sample: Sample) -> Text:
     fields.append(f"status {sample['status']}")
     fields.append(sample["data_source"])
     fields.append(f"prompt #{sample['index']}")
-    if "turn_infos" in sample:
+    requests = len(sample.get("requests") or [])
+    if requests:  # of a program, whose tools are unknown here
+        fields.append(f"{requests} request{'s' * (requests != 1)}")
+    elif "turn_infos" in sample:
         calls = sum(bool(info.get("called")) for info in sample["turn_infos"] or [])
         fields.append(f"{calls} tool call{'s' * (calls != 1)}")
     tokens = f"{sample['response_tokens']} tokens"

@@ -490,13 +490,19 @@ def nonfinite(now: Metrics, before: Sequence[Metrics], limit: float) -> str | No
 
 
 def waiting(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
-    """Most of a step is spent waiting for rewards or tools."""
+    """Most of a step is spent waiting for rewards, tools or agent programs."""
     step = now.get(STEP_TIME)
     if not step:
         return None
+    tools = ("the tools of one sample", "Add servers: retriever.url takes a list")
+    if "agent/requests" in now:
+        tools = (
+            "the program of one sample, beside those that run with it",
+            "Import less in it, give it more CPU cores, or update meanwhile: trainer.mode=async",
+        )
     for key, what, remedy in (
         (REWARD_TIME, "rewards", "Make the reward function faster, or give it more processes"),
-        (TOOL_TIME, "the tools of one sample", "Add servers: retriever.url takes a list"),
+        (TOOL_TIME, *tools),
     ):
         seconds = now.get(key)
         if seconds is not None and seconds > max(1.0, limit * step):

@@ -171,7 +171,9 @@ function sampleCard(sample, run, severalRuns, coloring, largest) {
   const label = (text) => element("div", { class: "label" }, text);
   const card = element("article", { class: "card sample" }, facts);
   const requests = sample.requests ?? [];
-  if (requests.some((request) => request.branch)) card.append(label("requests"), requestGraph(requests, sample.tokens?.advantage));
+  const log = sample.agent_log && element("div", {}, label("log of the agent"), element("p", { class: "text dim mono" }, sample.agent_log));
+  const isGraph = requests.some((request) => request.branch);
+  if (isGraph) card.append(element("div", { class: "beside" }, element("div", {}, label("requests"), requestGraph(requests, sample.tokens?.advantage)), log || ""));
   card.append(label("prompt"), element("p", { class: "text prompt mono" }, String(sample.prompt)));
   card.append(label("response"), ...(sample.tokens ? tokenText(sample, coloring, largest) : plainText(sample)));
   for (const info of sample.turn_infos ?? []) {
@@ -180,7 +182,7 @@ function sampleCard(sample, run, severalRuns, coloring, largest) {
       card.append(label(words.join("   ")));
     }
   }
-  if (sample.agent_log) card.append(label("log of the agent"), element("p", { class: "text dim mono" }, sample.agent_log));
+  if (log && !isGraph) card.append(log);
   if (sample.error) card.append(element("p", { class: "text bad mono" }, String(sample.error)));
   card.append(label("expected"), element("p", { class: "text mono" }, answer(sample.ground_truth)));
   return card;
