@@ -1,26 +1,32 @@
 """Throughput of sessions through the gateway as a share of the engine's own, CPU time per request,
 and memory per session.
 
-python recipes/benchmark/gateway.py [--sessions 64] [--turns 8] [--rounds 3]
+python recipes/benchmark/gateway.py [--engine vllm] [--sessions 64] [--turns 8] [--rounds 5]
 
-The engine alone gets the same prompts, with the same number of turns at a time. The client runs in
-a process of its own. Answers have a fixed length.
+Both sides generate answers of the same lengths after prompts of the same lengths, with the same
+number of turns at a time, on the same cores, in turns. The engine alone gets the prompts of the
+gateway's round before. Prefix caches are empty at the start of each. The client runs in a process
+of its own.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
+import os
 import statistics
 import time
 import tracemalloc
+from collections.abc import Awaitable
 
 import httpx
 import torch
-from workload import BUILD, VOCABULARY, model_in
+from report import keep
+from workload import model_of
 
-from verlite.gateway.server import Gateway
-from verlite.rollout.batched import build_engine
+from verlite.gateway.server import Gateway, OpenSession
+from verlite.rollout.batched import BatchedEngine, build_engine
 from verlite.rollout.types import Sampling
 from verlite.spec.roles import GenerationSpec, ModelSpec
 
@@ -29,84 +35,140 @@ SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
 
 def talk(sessions: list[tuple[str, str]], turns: int) -> None:
-    """Play all sessions at once."""
+    """Play all sessions at once, each with a client of its own, as programs have."""
 
-    async def one(http: httpx.AsyncClient, url: str, token: str) -> None:
+    async def one(url: str, token: str) -> None:
         history = [{"role": "user", "content": "hello there"}]
-        for _ in range(turns):
-            answer = await http.post(
-                f"{url}/chat/completions",
-                json={"messages": history},
-                headers={"Authorization": f"Bearer {token}"},
-            )
-            message = answer.raise_for_status().json()["choices"][0]["message"]
-            history += [message, {"role": "user", "content": " go on"}]
+        headers = {"Authorization": f"Bearer {token}"}
+        options = {"timeout": 600, "trust_env": False, "verify": False}
+        async with httpx.AsyncClient(headers=headers, **options) as http:
+            for _ in range(turns):
+                answer = await http.post(f"{url}/chat/completions", json={"messages": history})
+                message = answer.raise_for_status().json()["choices"][0]["message"]
+                history += [message, {"role": "user", "content": " go on"}]
 
     async def everyone() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=600, trust_env=False, limits=limits) as http:
-            await asyncio.gather(*(one(http, *session) for session in sessions))
+        await asyncio.gather(*(one(*session) for session in sessions))
 
     asyncio.run(everyone())
 
 
-async def measure(args: argparse.Namespace) -> dict[str, float]:
-    shape = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
-    model = ModelSpec(path=str(model_in(BUILD / "w6", vocab_size=VOCABULARY, **shape)))
+async def measured(work: Awaitable[None]) -> dict[str, float]:
+    """Return the seconds of some work, and CPU seconds of this process."""
+    began, used = time.monotonic(), time.process_time()
+    await work
+    return {"seconds": time.monotonic() - began, "cpu": time.process_time() - used}
+
+
+async def through(gateway: Gateway, count: int, turns: int) -> tuple[list[OpenSession], dict]:
+    """Play sessions. Return them and what they took from their first request on."""
+    sessions = [gateway.open(SAMPLING) for _ in range(count)]
+    places = [(session.base_url, session.token) for session in sessions]
+    client = multiprocessing.get_context("spawn").Process(target=talk, args=(places, turns))
+    client.start()
+    while not any(session.record.nodes for session in sessions):
+        await asyncio.sleep(0.001)
+    found = await measured(asyncio.to_thread(client.join))
+    nodes = [session.record.nodes for session in sessions]
+    assert sum(map(len, nodes)) == count * turns, client.exitcode
+    assert {len(node.sampled) for one in nodes for node in one} == {TOKENS}
+    return sessions, found
+
+
+async def alone(engine: BatchedEngine, prompts: list[list[list[int]]]) -> dict[str, float]:
+    """Generate the answers of sessions, given the prompts of each."""
+
+    async def one(own: list[list[int]]) -> None:
+        for prompt in own:
+            await engine.generate(prompt, SAMPLING)
+
+    async def everyone() -> None:
+        await asyncio.gather(*map(one, prompts))
+
+    return await measured(everyone())
+
+
+async def measure(args: argparse.Namespace) -> dict:
     longest = args.turns * (TOKENS + 16) + 64
-    cpu = torch.device("cpu")
-    engine = build_engine("hf", model, GenerationSpec(), longest, cpu, 0, pretrained=True)
-    ratios, seconds = [], []
+    engine = build_engine(
+        args.engine,
+        ModelSpec(path=str(model_of(args.workload))),
+        GenerationSpec(enforce_eager=True),
+        longest,
+        torch.device("cpu"),
+        0,
+        pretrained=True,
+    )
+    own: list[dict[str, float]] = []
+    ours: list[dict[str, float]] = []
     async with Gateway(engine, longest) as gateway:
+        sessions, _ = await through(gateway, args.sessions, args.turns)
         for number in range(args.rounds):
-            sessions = [gateway.open(SAMPLING) for _ in range(args.sessions)]
-            places = [(session.base_url, session.token) for session in sessions]
-            client = multiprocessing.get_context("spawn").Process(
-                target=talk, args=(places, args.turns)
-            )
-            client.start()
-            while not any(session.record.nodes for session in sessions):
-                await asyncio.sleep(0.001)
-            began, used = time.monotonic(), time.process_time()
-            await asyncio.to_thread(client.join)
-            through = time.monotonic() - began, time.process_time() - used
-            nodes = [session.record.nodes for session in sessions]
-            assert sum(map(len, nodes)) == args.sessions * args.turns, client.exitcode
-
-            async def alone(nodes: list) -> None:
-                for node in nodes:
-                    await engine.generate(node.prompt, SAMPLING)
-
-            began, used = time.monotonic(), time.process_time()
-            await asyncio.gather(*map(alone, nodes))
-            own = time.monotonic() - began, time.process_time() - used
-            ratios.append(own[0] / through[0])
-            seconds.append((through[1] - own[1]) / (args.sessions * args.turns))
-            print(f"round {number}: {ratios[-1]:.2f} of the engine's throughput", flush=True)
+            prompts = [[node.prompt for node in session.record.nodes] for session in sessions]
             for session in sessions:
                 gateway.close(session)
-        tracemalloc.start()
-        idle = [gateway.open(SAMPLING) for _ in range(1000)]
-        memory = tracemalloc.get_traced_memory()[0] / len(idle)
-        tracemalloc.stop()
+            engine._call(lambda core: core.reset_caches())
+            own.append(await alone(engine, prompts))
+            engine._call(lambda core: core.reset_caches())
+            sessions, found = await through(gateway, args.sessions, args.turns)
+            ours.append(found)
+            print(f"round {number}: {own[-1]}, {ours[-1]}", flush=True)
+        memory = await memory_of_sessions(gateway, args.turns)
     engine.close()
+    requests = args.sessions * args.turns
+    pairs = list(zip(own, ours, strict=True))
     return {
+        "engine": args.engine,
+        "workload": args.workload,
         "sessions": args.sessions,
         "turns": args.turns,
-        "share_of_throughput": statistics.median(ratios),
-        "cpu_ms_per_request": 1000 * statistics.median(seconds),
-        "bytes_of_an_idle_session": memory,
+        "tokens_per_answer": TOKENS,
+        "rounds": args.rounds,
+        "cores": os.cpu_count(),
+        "tokens_per_s": {
+            name: requests * TOKENS / statistics.median(one["seconds"] for one in side)
+            for name, side in (("engine", own), ("gateway", ours))
+        },
+        "vs_engine": statistics.median(a["seconds"] / b["seconds"] for a, b in pairs),
+        "ratios": [a["seconds"] / b["seconds"] for a, b in pairs],
+        "cpu_ms_per_request": statistics.median(1000 * (b["cpu"] - a["cpu"]) for a, b in pairs)
+        / requests,
+        "bytes_per_session": memory,
     }
+
+
+async def memory_of_sessions(gateway: Gateway, turns: int) -> dict[str, float]:
+    """Return the bytes that a session keeps, before its first request and after its last."""
+    tracemalloc.start()
+    found = {}
+    for name, count, turns_of_it in (("idle", 1000, 0), ("full", 16, turns)):
+        if turns_of_it:
+            sessions, _ = await through(gateway, count, turns_of_it)
+        else:
+            sessions = [gateway.open(SAMPLING) for _ in range(count)]
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for session in sessions:
+            gateway.close(session)
+        del session, sessions
+        gc.collect()
+        found[name] = (before - tracemalloc.get_traced_memory()[0]) / count
+    tracemalloc.stop()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
+    parser.add_argument("--workload", choices=("w25", "wtiny"), default="w25")
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    found = asyncio.run(measure(parser.parse_args()))
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    found = asyncio.run(measure(args))
+    keep(f"gateway_{args.engine}", found)
     print(json.dumps(found, indent=1))
 
 

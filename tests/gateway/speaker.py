@@ -26,6 +26,9 @@ class Speaker:
         self.turns = list(turns)
         self.calls: list[tuple[list[int], Sampling]] = []
         self.cancelled = 0
+        self.spoken: dict[Any, list[int]] = {}
+        self.so_far = 0
+        """How many tokens of running requests `running` returns."""
         self.began = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -36,19 +39,33 @@ class Speaker:
         self.began.set()
         if isinstance(said, Exception):
             raise said
+        ids = self.tokenizer.encode(said, add_special_tokens=False)
+        self.spoken[name] = ids
         try:
             await self.may_answer.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        ids = self.tokenizer.encode(said, add_special_tokens=False)
+        finally:
+            del self.spoken[name]
         if not any(stop in said for stop in sampling.stop):
             ids.append(self.tokenizer.eos_token_id)
         reason = "stop" if len(ids) <= sampling.max_tokens else "length"
         ids = ids[: sampling.max_tokens]
         number = len(self.calls)
+        return self._completion(ids, number, reason)
+
+    def _completion(self, ids, number, reason):
         log_probs = [-number - i / 100 for i in range(len(ids))]
         return Completion(ids, log_probs, reason, [(self.version, len(ids))])
+
+    def running(self):
+        number = len(self.calls)
+        return {
+            name: self._completion(ids[: self.so_far], number, "")
+            for name, ids in list(self.spoken.items())
+            if name is not None
+        }
 
 
 class Client:

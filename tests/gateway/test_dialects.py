@@ -528,3 +528,30 @@ def test_more_than_a_thousand_connections_stay_open(monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert kept == [75]
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_calls_of_two_answers_in_a_row_are_told_apart_in_responses(has_ids):
+    """Clients send items, not messages: only the ids say which of them are of one answer."""
+    twice = [CALL, "Well. " + CALL + CALL, "42"]
+
+    async def talk():
+        async with session_of(Speaker(tokenizer(), *twice)) as client:
+            names = ("name", "description", "parameters")
+            tools = [{"type": "function"} | {name: FUNCTION[name] for name in names}]
+            history = [user("6*7?")]
+            for _ in range(2):  # the second answer continues the first
+                said = await client.post("responses", input=history, tools=tools)
+                history += said.json()["output"]
+            for item in history[1:]:
+                if item["type"] == "function_call":
+                    output = {"call_id": item["call_id"], "output": "42"}
+                    history.append({"type": "function_call_output", **output})
+            if not has_ids:
+                history = [{k: v for k, v in item.items() if k != "id"} for item in history]
+            await client.post("responses", input=history, tools=tools)
+            return client.session.record
+
+    record = asyncio.run(talk())
+    assert [node.parent and node.parent.number for node in record.nodes] == [None, 0, 1]
+    assert record.ledger()["branches"] == 1

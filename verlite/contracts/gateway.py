@@ -309,8 +309,8 @@ def _siblings(talk: Talk, history: list[Json], turns: list[Turn], turn: Turn) ->
     if len(same) == 1:
         exact(turn, after)
     elif any(sampled != turn.sampled for sampled in same):
-        # Which answer is meant cannot be known. Only a prompt that was rendered is no guess: it
-        # ends as that of the same messages after another first one.
+        # The request does not say which answer it continues. Only a prompt that was rendered is no
+        # guess: it ends as that of the same messages after another first one.
         fresh = talk.ask([_system("Another beginning."), *new]).prompt
         tail = len(after.prompt) - len(turn.prompt)
         if after.prompt[-tail:] != fresh[-tail:]:

@@ -5,29 +5,11 @@ answer.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-from verlite.gateway.dialect import (
-    MODEL,
-    Asked,
-    Choice,
-    Dialect,
-    Json,
-    Refused,
-    Said,
-    event,
-    ignored,
-    read_integer,
-    read_list,
-    read_message,
-    read_object,
-    read_stop,
-    read_text,
-    read_tools,
-    refuse,
-    token_ids,
-)
+from verlite.gateway import dialect
+from verlite.gateway.dialect import Asked, Choice, Dialect, Json, Refused, Said
 
 _FIELDS = (
     *("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
@@ -46,22 +28,22 @@ def read(body: Json, said: Said) -> Asked:
     messages: list[Json] = []
     names: list[str] = []
     if body.get("system"):
-        messages.append({"role": "system", "content": read_text(body["system"], "system")})
-    for i, message in enumerate(read_list(body, "messages")):
+        messages.append({"role": "system", "content": dialect.read_text(body["system"], "system")})
+    for i, message in enumerate(dialect.read_list(body, "messages")):
         found = _message(message, f"messages[{i}]", names)
-        messages += [read_message(one, f"messages[{i}]")[0] for one in found]
+        messages += [dialect.read_message(one, f"messages[{i}]")[0] for one in found]
     if messages[-1]["role"] == "assistant":
         raise Refused("messages ends with one of the assistant, whose text cannot be continued")
-    refuse(body, ("mcp_servers", "container"))
-    refuse(read_object(body, "output_config"), ("format",))
+    dialect.refuse(body, ("mcp_servers", "container"))
+    dialect.refuse(dialect.read_object(body, "output_config"), ("format",))
     return Asked(
         messages=messages,
-        tools=[_tool(tool) for tool in read_tools(body, ("auto", "none"))],
-        max_tokens=read_integer(body, "max_tokens"),
-        stop=read_stop(body, "stop_sequences"),
+        tools=[_tool(tool) for tool in dialect.read_tools(body, ("auto", "none"))],
+        max_tokens=dialect.read_integer(body, "max_tokens"),
+        stop=dialect.read_stop(body, "stop_sequences"),
         stream=bool(body.get("stream")),
         return_token_ids=bool(body.get("return_token_ids")),
-        ignored=(*ignored(body, _FIELDS), *dict.fromkeys(names)),
+        ignored=(*dialect.ignored(body, _FIELDS), *dict.fromkeys(names)),
     )
 
 
@@ -74,22 +56,22 @@ def _message(message: Any, where: str, names: list[str]) -> list[Json]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise Refused(f"{where}.content must be a text or a list of blocks")
-    names += ignored(message, ("role", "content"), "messages[].")
+    names += dialect.ignored(message, ("role", "content"), "messages[].")
     found: list[Json] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in tuple(_BLOCKS) or (kind == "tool_use") > (role == "assistant"):
             raise Refused(f"{where}.content has a block of type {kind!r:.80} of {role}")
-        names += ignored(block, _BLOCKS[kind], "messages[].content[].")
+        names += dialect.ignored(block, _BLOCKS[kind], "messages[].content[].")
         if kind == "tool_result":
-            text = read_text(block.get("content"), where)
+            text = dialect.read_text(block.get("content"), where)
             answer = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
             found.append(answer)
             continue
         if not found or found[-1]["role"] != role:
             found.append({"role": role, "content": "", "tool_calls": []})
         if kind == "text":
-            found[-1]["content"] += read_text([block], where)
+            found[-1]["content"] += dialect.read_text([block], where)
         else:
             function = {"name": block.get("name"), "arguments": block.get("input")}
             found[-1]["tool_calls"].append({"id": block.get("id"), "function": function})
@@ -119,44 +101,54 @@ def write(asked: Asked, choices: Sequence[Choice], created: int) -> Json:
         "id": f"msg_{choice.node.number}",
         "type": "message",
         "role": "assistant",
-        "model": MODEL,
+        "model": dialect.MODEL,
         "content": blocks,
-        "stop_reason": "stop_sequence" if stopped else _STOP[choice.finish_reason],
+        "stop_reason": "stop_sequence" if stopped else _STOP.get(choice.finish_reason),
         "stop_sequence": stopped,
         "usage": {
             "input_tokens": len(choice.node.prompt),
-            "output_tokens": len(choice.node.sampled),
+            "output_tokens": len(choice.ids),
         },
-        **token_ids(asked, choice),
+        **dialect.token_ids(asked, choice),
     }
 
 
-def events(asked: Asked, choices: Sequence[Choice], created: int) -> Iterator[str]:
-    """Yield the events of a stream. The answer is complete: each block is one piece."""
-    whole = write(asked, choices, created)
-    end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-    begin = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
-    begin["usage"] = whole["usage"] | {"output_tokens": 0}
-    pieces: list[Json] = [{"type": "message_start", "message": begin}]
+async def events(
+    asked: Asked, growing: AsyncIterator[tuple[int, Choice]], created: int
+) -> AsyncGenerator[str]:
+    """Yield the events of a stream. Text is sent as it grows; calls are sent whole, at the end."""
+
+    def piece(kind: str, **fields: Any) -> str:
+        return dialect.event({"type": kind, **fields}, kind)
+
+    shown = ""
+    is_open = False
+    async for _, choice in growing:
+        whole = write(asked, [choice], created)
+        if not is_open:
+            begin = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
+            begin["usage"] = whole["usage"] | {"output_tokens": 0}
+            yield piece("message_start", message=begin)
+            is_open = True
+        if choice.content[len(shown) :]:
+            if not shown:
+                block = {"type": "text", "text": ""}
+                yield piece("content_block_start", index=0, content_block=block)
+            delta = {"type": "text_delta", "text": choice.content[len(shown) :]}
+            yield piece("content_block_delta", index=0, delta=delta)
+            shown = choice.content
     for index, block in enumerate(whole["content"]):
-        if block["type"] == "text":
-            empty: Json = block | {"text": ""}
-            delta: Json = {"type": "text_delta", "text": block["text"]}
-        else:
+        if block["type"] == "tool_use":
             empty = block | {"input": {}}
+            yield piece("content_block_start", index=index, content_block=empty)
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        place = {"index": index}
-        pieces += [
-            {"type": "content_block_start", **place, "content_block": empty},
-            {"type": "content_block_delta", **place, "delta": delta},
-            {"type": "content_block_stop", **place},
-        ]
-    pieces += [
-        {"type": "message_delta", "delta": end, "usage": whole["usage"]},
-        {"type": "message_stop"},
-    ]
-    for piece in pieces:
-        yield event(piece, piece["type"])
+            yield piece("content_block_delta", index=index, delta=delta)
+        elif not shown:
+            yield piece("content_block_start", index=index, content_block=block)
+        yield piece("content_block_stop", index=index)
+    end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    yield piece("message_delta", delta=end, usage=whole["usage"])
+    yield piece("message_stop")
 
 
 def write_error(message: str, status: int, code: str | None = None) -> Json:

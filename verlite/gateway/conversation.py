@@ -13,7 +13,7 @@ a branch of its own, with all its tokens given, if
 - no answered node begins it (`Root.NEW`): a sub-agent, a compacted or edited history;
 - the chat template would write earlier messages in another way (`Root.REWRITTEN`);
 - several answered nodes begin it (`Root.AMBIGUOUS`): two calls with the same messages got the same
-  answer. Which one the program continues cannot be known, so it is counted and not guessed.
+  answer. The next request does not say which one it continues, so it is counted and not guessed.
 
 Two requests with the same beginning are siblings, also while both run. Requests may run in
 parallel; a node can be continued once it is answered. An aborted request, whose client is gone or

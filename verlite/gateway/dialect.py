@@ -9,17 +9,19 @@ trainer must know the distribution that tokens were drawn from.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verlite.envs.calculator import CALL
 from verlite.files import parse_foreign_json
 from verlite.gateway.conversation import Node
+from verlite.rollout.types import Completion
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MODEL = "policy"
 """Name of the model. Requests may call it anything."""
+_TAG = "<tool_call>"
 MAX_CHOICES = 64
 """Largest `n` of a request."""
 NO_EFFECT = (
@@ -80,21 +82,39 @@ class Asked:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer as the program sees it."""
+    """One answer as the program sees it, or the beginning of it."""
 
     node: Node
+    ids: list[int]
+    """Sampled tokens."""
+    log_probs: list[float]
+    """Of each of them."""
     text: str
     """Without special tokens and stop strings."""
     tokens: list[str]
     """Text of each sampled token, if the request asks for log-probs."""
     finish_reason: str
-    """stop, length or tool_calls."""
+    """stop, length or tool_calls; "": it is not complete."""
     stopped_by: str | None
     """The stop string that ended it."""
     content: str
     """The text in front of tool calls."""
     calls: list[Json]
     """Tool calls as `tool_calls` of a message."""
+
+    def after(self, before: "Choice | None") -> "Choice":
+        """Return what is new in it since it was `before`."""
+        if before is None:
+            return self
+        count = len(before.ids)
+        return replace(
+            self,
+            ids=self.ids[count:],
+            log_probs=self.log_probs[count:],
+            tokens=self.tokens[count:],
+            text=self.text[len(before.text) :],
+            content=self.content[len(before.content) :],
+        )
 
     @property
     def message(self) -> Json:
@@ -119,13 +139,13 @@ class Dialect:
 
     read: the body, and what earlier answers can be named. Raises Refused.
     write: the answer to a request that is not a stream. The last argument: seconds since 1970.
-    events: of a stream, whose answer is complete: each choice is one piece.
+    events: of a stream, given each choice as it grows, with its number. At the end all are whole.
     error: a message, the HTTP status and OpenAI's code, as the dialect's clients read it.
     """
 
     read: Callable[[Json, Said], Asked]
     write: Callable[[Asked, Sequence[Choice], int], Json]
-    events: Callable[[Asked, Sequence[Choice], int], Iterator[str]]
+    events: Callable[[Asked, AsyncIterator[tuple[int, Choice]], int], AsyncGenerator[str]]
     error: Callable[[str, int, str | None], Json]
 
 
@@ -248,26 +268,56 @@ def _canonical(value: Any) -> str:
 
 
 def choice(
+    asked: Asked,
     node: Node,
+    completion: Completion,
     text: str,
     tokens: list[str],
-    finish_reason: str,
-    stopped_by: str | None,
-    has_tools: bool,
+    stop: Sequence[str],
 ) -> Choice:
-    """Return an answer as the program sees it.
+    """Return an answer, or its beginning, as the program sees it.
 
     Tool calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and Hermes
     write them. If one of them cannot be read, the whole text is the content.
+
+    Args:
+        text: of its tokens, without special ones.
+        tokens: text of each token, if the request asks for log-probs.
+        stop: the request's stop strings, and the run's.
     """
-    content, calls = text, []
-    if has_tools:
+    places = [(text.index(string), string) for string in stop if string in text]
+    end, stopped_by = min(places, default=(None, None))
+    text, reason, calls = text[:end], completion.finish_reason, []
+    if not reason:
+        text = _settled(text, (*stop, *([_TAG] if asked.tools else ())))
+    elif asked.tools:
         # Text after the last closing tag is left out, so the regex takes linear time.
-        end = text.rfind("</tool_call>") + len("</tool_call>")
-        calls = _calls(CALL.findall(text[:end]), node.number)
-        content = text.partition("<tool_call>")[0] if calls else text
-    reason = "tool_calls" if calls else finish_reason
-    return Choice(node, text, tokens, reason, stopped_by, content, calls)
+        closed = text.rfind("</tool_call>") + len("</tool_call>")
+        calls = _calls(CALL.findall(text[:closed]), node.number)
+    return Choice(
+        node=node,
+        ids=completion.ids,
+        log_probs=completion.log_probs,
+        text=text,
+        tokens=tokens,
+        finish_reason="tool_calls" if calls else reason,
+        stopped_by=stopped_by if stopped_by in asked.stop else None,
+        content=text.partition(_TAG)[0] if calls else text,
+        calls=calls,
+    )
+
+
+def _settled(text: str, ends: Sequence[str]) -> str:
+    """Return the beginning of an unfinished text that stays as it is, whatever follows: without the
+    bytes of a character that is not complete, and without what may be the beginning of one of
+    `ends`."""
+    text = text.rstrip("\ufffd")
+    for end in ends:
+        text, is_whole, _ = text.partition(end)
+        if not is_whole:
+            begun = (n for n in range(1, len(end)) if text.endswith(end[:n]))
+            text = text[: len(text) - max(begun, default=0)]
+    return text
 
 
 def _calls(texts: Sequence[str], number: int) -> list[Json]:
@@ -297,7 +347,7 @@ def token_ids(asked: Asked, choice: Choice) -> Json:
     """Return the tokens of a request and its answer, if it asks for them."""
     if not asked.return_token_ids:
         return {}
-    return {"prompt_token_ids": choice.node.prompt, "token_ids": choice.node.sampled}
+    return {"prompt_token_ids": choice.node.prompt, "token_ids": choice.ids}
 
 
 def event(value: Json, name: str = "") -> str:

@@ -3,29 +3,12 @@
 Of vLLM's additions `return_token_ids` and `chat_template_kwargs` are read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from verlite.gateway.dialect import (
-    MAX_CHOICES,
-    MODEL,
-    Asked,
-    Choice,
-    Dialect,
-    Json,
-    Refused,
-    Said,
-    event,
-    ignored,
-    read_integer,
-    read_list,
-    read_message,
-    read_object,
-    read_stop,
-    read_tools,
-    refuse,
-)
+from verlite.gateway import dialect
+from verlite.gateway.dialect import Asked, Choice, Dialect, Json, Refused, Said
 
 # Requests
 
@@ -33,14 +16,14 @@ from verlite.gateway.dialect import (
 def read_chat(body: Json, said: Said) -> Asked:
     """Read the body of a request for chat completions. Raises Refused."""
     messages = [
-        read_message(message, f"messages[{i}]")
-        for i, message in enumerate(read_list(body, "messages"))
+        dialect.read_message(message, f"messages[{i}]")
+        for i, message in enumerate(dialect.read_list(body, "messages"))
     ]
     form = body.get("response_format")
     if form not in (None, {"type": "text"}):
         raise Refused(f"response_format={form!r:.80} must be text: the model writes freely")
-    refuse(body, ("functions", "continue_final_message", "documents", "modalities"))
-    options = read_object(body, "chat_template_kwargs")
+    dialect.refuse(body, ("functions", "continue_final_message", "documents", "modalities"))
+    options = dialect.read_object(body, "chat_template_kwargs")
     for name in ("chat_template", "tools"):
         if name in options:
             raise Refused(f"chat_template_kwargs.{name} is not an option of the run's template")
@@ -48,11 +31,11 @@ def read_chat(body: Json, said: Said) -> Asked:
     read = ("messages", "tools", "tool_choice", "response_format", "chat_template_kwargs")
     return Asked(
         messages=[message for message, _ in messages],
-        tools=read_tools(body, ("auto", "none")),
+        tools=dialect.read_tools(body, ("auto", "none")),
         template_kwargs=options,
         **_common(body, *limits),
         ignored=(
-            *ignored(body, (*read, *limits, *_COMMON)),
+            *dialect.ignored(body, (*read, *limits, *_COMMON)),
             *dict.fromkeys(name for _, names in messages for name in names),
         ),
     )
@@ -63,9 +46,9 @@ def read_completion(body: Json, said: Said) -> Asked:
     prompt = body.get("prompt")
     if not (isinstance(prompt, str) and prompt):
         prompt = _tokens(prompt, "prompt={!r:.80} must be one text, or one list of token ids")
-    refuse(body, ("echo", "suffix"))
+    dialect.refuse(body, ("echo", "suffix"))
     asked = _common({"max_tokens": 16} | body, "max_tokens")
-    names = ignored(body, ("prompt", "max_tokens", *_COMMON))
+    names = dialect.ignored(body, ("prompt", "max_tokens", *_COMMON))
     return Asked(messages=[], prompt=prompt, **asked, ignored=names)
 
 
@@ -73,17 +56,17 @@ def read_generate(body: Json, said: Said) -> Asked:
     """Read the body of a request for vLLM's generate: token ids in, token ids out. `verifiers`
     trains with it. Raises Refused."""
     prompt = _tokens(body.get("token_ids"), "token_ids={!r:.80} must be a list of token ids")
-    refuse(body, ("features", "content_parts", "stream"))
-    sampling = read_object(body, "sampling_params")
-    refuse(sampling, ("ignore_eos", "min_tokens", "bad_words", "structured_outputs"))
+    dialect.refuse(body, ("features", "content_parts", "stream"))
+    sampling = dialect.read_object(body, "sampling_params")
+    dialect.refuse(sampling, ("ignore_eos", "min_tokens", "bad_words", "structured_outputs"))
     own = ("stop_token_ids", "skip_special_tokens", "max_tokens", "routed_experts_prompt_start")
     return Asked(
         messages=[],
         prompt=prompt,
         **_common({"max_tokens": 16} | sampling, "max_tokens") | {"logprobs": False},
         ignored=(
-            *ignored(body, ("token_ids", "sampling_params", "return_token_ids")),
-            *ignored(sampling, (*own, *_COMMON), "sampling_params."),
+            *dialect.ignored(body, ("token_ids", "sampling_params", "return_token_ids")),
+            *dialect.ignored(sampling, (*own, *_COMMON), "sampling_params."),
         ),
     )
 
@@ -103,16 +86,16 @@ def _common(body: Json, *limits: str) -> dict[str, Any]:
     for name in ("frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"):
         if body.get(name):
             raise Refused(f"{name}={body[name]!r:.80} is not supported; leave it out, or use 0")
-    n = read_integer(body, "n") or 1
-    if n > MAX_CHOICES:
-        raise Refused(f"n={n} must be at most {MAX_CHOICES}")
-    asked = [read_integer(body, name) for name in limits]
+    n = dialect.read_integer(body, "n") or 1
+    if n > dialect.MAX_CHOICES:
+        raise Refused(f"n={n} must be at most {dialect.MAX_CHOICES}")
+    asked = [dialect.read_integer(body, name) for name in limits]
     return {
         "max_tokens": next((value for value in asked if value is not None), None),
-        "stop": read_stop(body, "stop"),
+        "stop": dialect.read_stop(body, "stop"),
         "n": n,
         "stream": bool(body.get("stream")),
-        "include_usage": bool(read_object(body, "stream_options").get("include_usage")),
+        "include_usage": bool(dialect.read_object(body, "stream_options").get("include_usage")),
         # Completions give a number, of which 0 asks for the sampled tokens' own log-probs.
         "logprobs": body.get("logprobs") is not None and body["logprobs"] is not False,
         "return_token_ids": bool(body.get("return_token_ids")),
@@ -127,12 +110,12 @@ def write_generate(asked: Asked, choices: Sequence[Choice], created: int) -> Jso
     written = [
         {
             "index": index,
-            "token_ids": choice.node.sampled,
-            "finish_reason": choice.node.finish_reason,
+            "token_ids": choice.ids,
+            "finish_reason": choice.finish_reason,
             "logprobs": {
                 "content": [
                     {"token": f"token_id:{token}", "logprob": value}
-                    for token, value in zip(choice.node.sampled, choice.node.log_probs, strict=True)
+                    for token, value in zip(choice.ids, choice.log_probs, strict=True)
                 ]
             },
         }
@@ -157,33 +140,41 @@ def write(asked: Asked, choices: Sequence[Choice], created: int) -> Json:
     }
 
 
-def events(asked: Asked, choices: Sequence[Choice], created: int) -> Iterator[str]:
-    """Yield the events of a stream. The answer is complete: each choice is one piece."""
+async def events(
+    asked: Asked, growing: AsyncIterator[tuple[int, Choice]], created: int
+) -> AsyncGenerator[str]:
+    """Yield the events of a stream. Text is sent as it grows; calls are sent whole, at the end."""
     kind = "chat.completion.chunk" if asked.messages else "text_completion"
-    envelope = _envelope(kind, choices, created)
-    for index, choice in enumerate(choices):
-        whole = _write_choice(asked, index, choice)
-        end = {"index": index, "finish_reason": whole.pop("finish_reason"), "logprobs": None}
+    before: dict[int, Choice] = {}
+    async for index, choice in growing:
+        envelope = _envelope(kind, [choice], created)
+        new = choice.after(before.get(index))
+        piece = _write_choice(asked, index, new) | {"finish_reason": None}
+        end: Json = {"index": index, "finish_reason": choice.finish_reason, "logprobs": None}
         if asked.messages:
             calls = [{"index": i, **call} for i, call in enumerate(choice.calls)]
-            delta = whole.pop("message") | ({"tool_calls": calls} if calls else {})
-            pieces = [whole | {"delta": delta, "finish_reason": None}, end | {"delta": {}}]
+            piece["delta"] = piece.pop("message") | ({"tool_calls": calls} if calls else {})
+            end["delta"] = {}
         else:
-            pieces = [whole | {"finish_reason": None}, end | {"text": ""}]
-        for piece in pieces:
-            yield event(envelope | {"choices": [piece]} | _prompt_ids(asked, choices))
+            end["text"] = ""
+        if index in before:
+            piece.get("delta", {}).pop("role", None)
+        else:
+            envelope |= _prompt_ids(asked, [choice])
+        before[index] = choice
+        for one in (piece, end) if choice.finish_reason else (piece,):
+            yield dialect.event(envelope | {"choices": [one]})
     if asked.include_usage:
-        yield event(envelope | {"choices": [], "usage": _usage(choices)})
+        yield dialect.event(envelope | {"choices": [], "usage": _usage([*before.values()])})
     yield "data: [DONE]\n\n"
 
 
 def _envelope(kind: str, choices: Sequence[Choice], created: int) -> Json:
     name = f"{kind.partition('.')[0]}-{choices[0].node.number}"
-    return {"id": name, "object": kind, "created": created, "model": MODEL}
+    return {"id": name, "object": kind, "created": created, "model": dialect.MODEL}
 
 
 def _write_choice(asked: Asked, index: int, choice: Choice) -> Json:
-    node = choice.node
     written: Json = {"index": index, "finish_reason": choice.finish_reason, "logprobs": None}
     if asked.messages:
         written["message"] = choice.message
@@ -191,7 +182,7 @@ def _write_choice(asked: Asked, index: int, choice: Choice) -> Json:
             written["logprobs"] = {
                 "content": [
                     {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
-                    for text, value in zip(choice.tokens, node.log_probs, strict=True)
+                    for text, value in zip(choice.tokens, choice.log_probs, strict=True)
                 ]
             }
     else:
@@ -199,11 +190,11 @@ def _write_choice(asked: Asked, index: int, choice: Choice) -> Json:
         if asked.logprobs:
             written["logprobs"] = {
                 "tokens": choice.tokens,
-                "token_logprobs": node.log_probs,
+                "token_logprobs": choice.log_probs,
                 "top_logprobs": None,
                 "text_offset": [0, *accumulate(map(len, choice.tokens))][:-1],
             }
-    return written | ({"token_ids": node.sampled} if asked.return_token_ids else {})
+    return written | ({"token_ids": choice.ids} if asked.return_token_ids else {})
 
 
 def _prompt_ids(asked: Asked, choices: Sequence[Choice]) -> Json:
@@ -212,7 +203,7 @@ def _prompt_ids(asked: Asked, choices: Sequence[Choice]) -> Json:
 
 def _usage(choices: Sequence[Choice]) -> Json:
     prompt = len(choices[0].node.prompt)
-    written = sum(len(choice.node.sampled) for choice in choices)
+    written = sum(len(choice.ids) for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -222,7 +213,7 @@ def _usage(choices: Sequence[Choice]) -> Json:
 
 def write_models(longest: int) -> Json:
     """Return the list of models. longest: tokens of a context."""
-    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verlite"}
+    model = {"id": dialect.MODEL, "object": "model", "created": 0, "owned_by": "verlite"}
     return {"object": "list", "data": [model | {"max_model_len": longest}]}
 
 

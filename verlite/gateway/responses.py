@@ -5,34 +5,20 @@ store=false. The new request continues it, also where another one has the same t
 says, `instructions` are only for one answer.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-from verlite.gateway.dialect import (
-    MODEL,
-    Asked,
-    Choice,
-    Dialect,
-    Json,
-    Refused,
-    Said,
-    event,
-    ignored,
-    read_integer,
-    read_list,
-    read_message,
-    read_object,
-    read_text,
-    read_tools,
-    refuse,
-    token_ids,
-)
+from verlite.gateway import dialect
+from verlite.gateway.dialect import Asked, Choice, Dialect, Json, Refused, Said
 from verlite.gateway.openai import write_error
 
 _FIELDS = (
     *("input", "instructions", "previous_response_id", "tools", "tool_choice"),
     *("max_output_tokens", "stream", "text", "return_token_ids"),
 )
+_TEXT, _ARGUMENTS = "response.output_text", "response.function_call_arguments"
 _ITEMS = {  # what is read of each
     "message": ("type", "role", "content", "id", "status"),
     "function_call": ("type", "id", "status", "call_id", "name", "arguments"),
@@ -45,7 +31,7 @@ def read(body: Json, said: Said) -> Asked:
     names: list[str] = []
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else None
-    new = _messages(items or read_list(body, "input"), names)
+    new = _messages(items or dialect.read_list(body, "input"), names)
     named = body.get("previous_response_id")
     continues = next((number for number in said if _id(number) == named), None)
     if named is not None and continues is None:
@@ -56,50 +42,62 @@ def read(body: Json, said: Said) -> Asked:
     before = said[continues] if continues is not None else []
     first = []
     if body.get("instructions"):
-        text = read_text(body["instructions"], "instructions")
+        text = dialect.read_text(body["instructions"], "instructions")
         first.append({"role": "system", "content": text})
-    refuse(body, ("background", "conversation", "prompt", "top_logprobs"))
-    form = read_object(read_object(body, "text"), "format")
+    dialect.refuse(body, ("background", "conversation", "prompt", "top_logprobs"))
+    form = dialect.read_object(dialect.read_object(body, "text"), "format")
     if form.get("type", "text") != "text":
         raise Refused(f"text.format={form!r:.80} must be text: the model writes freely")
     return Asked(
         messages=[*first, *before, *new],
-        tools=[_tool(tool) for tool in read_tools(body, ("auto", "none"))],
-        max_tokens=read_integer(body, "max_output_tokens"),
+        tools=[_tool(tool) for tool in dialect.read_tools(body, ("auto", "none"))],
+        max_tokens=dialect.read_integer(body, "max_output_tokens"),
         stream=bool(body.get("stream")),
         return_token_ids=bool(body.get("return_token_ids")),
         continues=continues,
         instructions=len(first),
         store=body.get("store") is not False,
-        ignored=(*ignored(body, _FIELDS), *dict.fromkeys(names)),
+        ignored=(*dialect.ignored(body, _FIELDS), *dict.fromkeys(names)),
     )
 
 
 def _messages(items: Sequence[Any], names: list[str]) -> list[Json]:
     """Return items as messages of chat completions. Adds to `names` fields that are ignored.
 
-    Calls belong to the assistant's message in front of them.
+    A call belongs to the assistant's message in front of it, unless their ids say that they are of
+    different answers.
     """
     found: list[Json] = []
+    last: str | None = None  # answer that the assistant's message is of
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind not in tuple(_ITEMS):
             raise Refused(f"{where} must be an object of type {', '.join(_ITEMS)}")
-        names += ignored(item, _ITEMS[kind], "input[].")
+        names += dialect.ignored(item, _ITEMS[kind], "input[].")
         if kind == "message":
             found.append({"role": item.get("role"), "content": item.get("content")})
+            last = _answer_of(item.get("id"))
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if not found or found[-1]["role"] != "assistant":
+            own = _answer_of(item.get("call_id"))
+            is_other = None not in (last, own) and last != own
+            if not found or found[-1]["role"] != "assistant" or is_other:
                 found.append({"role": "assistant", "content": ""})
+            last = own
             calls = found[-1].setdefault("tool_calls", [])
             calls.append({"id": item.get("call_id"), "function": function})
         else:
-            text = read_text(item.get("output"), where)
+            text = dialect.read_text(item.get("output"), where)
             answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
             found.append(answer)
-    return [read_message(message, "input")[0] for message in found]
+    return [dialect.read_message(message, "input")[0] for message in found]
+
+
+def _answer_of(name: Any) -> str | None:
+    """Return the number of the answer that an item's id or a call's id names, if it is ours."""
+    found = re.fullmatch(r"(?:msg|call)_(\d+)(?:_\d+)?", str(name))
+    return found and found[1]
 
 
 def _id(number: int) -> str:
@@ -128,12 +126,12 @@ def write(asked: Asked, choices: Sequence[Choice], created: int) -> Json:
     for call in choice.calls:
         item = {"id": f"fc{call['id']}", "type": "function_call", "call_id": call["id"]}
         output.append(item | {"status": "completed", **call["function"]})
-    prompt, sampled = len(choice.node.prompt), len(choice.node.sampled)
+    prompt, sampled = len(choice.node.prompt), len(choice.ids)
     return {
         "id": _id(number),
         "object": "response",
         "created_at": created,
-        "model": MODEL,
+        "model": dialect.MODEL,
         "status": status,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
         "error": None,
@@ -151,50 +149,64 @@ def write(asked: Asked, choices: Sequence[Choice], created: int) -> Json:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + sampled,
         },
-        **token_ids(asked, choice),
+        **dialect.token_ids(asked, choice),
     }
 
 
-def events(asked: Asked, choices: Sequence[Choice], created: int) -> Iterator[str]:
-    """Yield the events of a stream. The answer is complete: each item is one piece."""
-    whole = write(asked, choices, created)
-    begin = whole | {"status": "in_progress", "output": [], "usage": None}
-    begin["incomplete_details"] = None
-    pieces: list[Json] = [
-        {"type": "response.created", "response": begin},
-        {"type": "response.in_progress", "response": begin},
-    ]
+async def events(
+    asked: Asked, growing: AsyncIterator[tuple[int, Choice]], created: int
+) -> AsyncGenerator[str]:
+    """Yield the events of a stream. Text is sent as it grows; calls are sent whole, at the end."""
+    numbers = itertools.count()
+
+    def piece(kind: str, **fields: Any) -> str:
+        return dialect.event({"type": kind, **fields, "sequence_number": next(numbers)}, kind)
+
+    def opened(item: Json) -> list[str]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        empty = item | {"status": "in_progress", "content": []}
+        return [
+            piece("response.output_item.added", output_index=0, item=empty),
+            piece("response.content_part.added", **_text_at(item), part=part),
+        ]
+
+    shown, is_open = "", False
+    async for _, choice in growing:
+        whole = write(asked, [choice], created)
+        if not is_open:
+            begin = whole | {"status": "in_progress", "output": [], "usage": None}
+            begin["incomplete_details"] = None
+            yield piece("response.created", response=begin)
+            yield piece("response.in_progress", response=begin)
+            is_open = True
+        if choice.content[len(shown) :]:
+            item = whole["output"][0]
+            for one in opened(item) if not shown else ():
+                yield one
+            delta = choice.content[len(shown) :]
+            yield piece(f"{_TEXT}.delta", **_text_at(item), delta=delta, logprobs=[])
+            shown = choice.content
     for index, item in enumerate(whole["output"]):
-        place = {"item_id": item["id"], "output_index": index}
         if item["type"] == "message":
-            empty = item | {"status": "in_progress", "content": []}
+            for one in opened(item) if not shown else ():
+                yield one
             (part,) = item["content"]
-            place |= {"content_index": 0}
-            text: Json = {"logprobs": []}
-            inner = [
-                {"type": "response.content_part.added", **place, "part": part | {"text": ""}},
-                {"type": "response.output_text.delta", **place, "delta": part["text"], **text},
-                {"type": "response.output_text.done", **place, "text": part["text"], **text},
-                {"type": "response.content_part.done", **place, "part": part},
-            ]
+            yield piece(f"{_TEXT}.done", **_text_at(item), text=part["text"], logprobs=[])
+            yield piece("response.content_part.done", **_text_at(item), part=part)
         else:
             empty = item | {"status": "in_progress", "arguments": ""}
-            written = item["arguments"]
-            kind = "response.function_call_arguments"
-            done = {"name": item["name"], "arguments": written}
-            inner = [
-                {"type": f"{kind}.delta", **place, "delta": written},
-                {"type": f"{kind}.done", **place, **done},
-            ]
-        at = {"output_index": index}
-        pieces += [
-            {"type": "response.output_item.added", **at, "item": empty},
-            *inner,
-            {"type": "response.output_item.done", **at, "item": item},
-        ]
-    pieces.append({"type": f"response.{whole['status']}", "response": whole})
-    for number, piece in enumerate(pieces):
-        yield event(piece | {"sequence_number": number}, piece["type"])
+            yield piece("response.output_item.added", output_index=index, item=empty)
+            at = {"item_id": item["id"], "output_index": index}
+            yield piece(f"{_ARGUMENTS}.delta", **at, delta=item["arguments"])
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield piece(f"{_ARGUMENTS}.done", **at, **done)
+        yield piece("response.output_item.done", output_index=index, item=item)
+    yield piece(f"response.{whole['status']}", response=whole)
+
+
+def _text_at(item: Json) -> Json:
+    """Return the place of the text of a message, which is the first item."""
+    return {"item_id": item["id"], "output_index": 0, "content_index": 0}
 
 
 RESPONSES = Dialect(read, write, events, write_error)

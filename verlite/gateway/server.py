@@ -7,8 +7,9 @@
         gateway.close(session)
         session.record  # what it asked, and what the model answered, token for token
 
-An answer is sampled as a whole, also for a stream, which begins when it is complete. A client that
-disconnects before aborts its request. Requests of one session may run in parallel.
+A stream sends what the engine has sampled every STREAM_S. An answer is recorded when it is
+complete, whether or not its client reads it; a client that disconnects before aborts its request.
+Requests of one session may run in parallel.
 
 Texts are encoded in a thread, one at a time and in the order of arrival: a long one takes seconds,
 in which requests that have been encoded are answered. What a request continues is decided when it
@@ -22,11 +23,11 @@ import resource
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -46,6 +47,8 @@ MAX_REQUESTS = 1000
 """Requests of one session."""
 MAX_CONNECTIONS = 4096
 """Open connections of all sessions: a thousand programs with a few requests in parallel each."""
+STREAM_S = 0.1
+"""Between two pieces of a stream."""
 KEEP_ALIVE_S = 75
 """Seconds for which an idle connection is kept. Clients keep theirs for less, so none of them sends
 a request while the connection is closed. httpx, which OpenAI's and Anthropic's use: 5 s."""
@@ -103,6 +106,11 @@ class OpenSession:
         ignored = self.ignored.total()
         return self.record.ledger() | {"refused": self.refused, "ignored_fields": ignored}
 
+    def ended(self, answer: "asyncio.Future[Any]") -> None:
+        self.running.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # whoever waits for it gets it, if the client is still there
+
     def fail(self, error: Exception) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
@@ -129,6 +137,7 @@ class Gateway:
         self._address = ""
         self._encoder = ThreadPoolExecutor(1, "encoder")
         self._warned: set[str] = set()
+        self._looking: asyncio.Task[dict[Any, Completion]] | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -170,16 +179,18 @@ class Gateway:
     # Requests
 
     def _application(self) -> FastAPI:
-        app = application("gateway")
+        app = application(
+            "gateway", explain=lambda path, text, status: _dialect(path).error(text, status, None)
+        )
 
         @app.exception_handler(HTTPException)
         async def explain(request: Request, error: HTTPException) -> Response:
-            body = _dialect(request).error(str(error.detail), error.status_code, None)
+            body = _dialect(request.url.path).error(str(error.detail), error.status_code, None)
             return JSONResponse(body, error.status_code, error.headers)
 
         @app.exception_handler(Refused)
         async def refuse(request: Request, error: Refused) -> Response:
-            return JSONResponse(_dialect(request).error(str(error), 400, error.code), 400)
+            return JSONResponse(_dialect(request.url.path).error(str(error), 400, error.code), 400)
 
         @app.get("/sessions/{name}/v1/models")
         async def models(name: str, request: Request) -> Any:
@@ -187,7 +198,7 @@ class Gateway:
             return write_models(self._longest)
 
         async def respond(name: str, request: Request) -> Response:
-            return await self._respond(name, request, _dialect(request))
+            return await self._respond(name, request, _dialect(request.url.path))
 
         for path in DIALECTS:
             app.post(f"/sessions/{{name}}/{path}")(respond)
@@ -222,19 +233,19 @@ class Gateway:
             return JSONResponse({"input_tokens": len(parent) + len(given)})
         sampling = self._sampling(session, asked, len(parent) + len(given))
         nodes = [session.record.begin(match, given, rewritten) for _ in range(asked.n)]
-        completions = await self._sample(session, nodes, sampling, request)
-        choices = [
-            self._answer(session, asked, sampling.stop, node, completion)
-            for node, completion in zip(nodes, completions, strict=True)
-        ]
+        answer = asyncio.ensure_future(self._answer(session, asked, nodes, sampling))
+        session.running.add(answer)
+        answer.add_done_callback(session.ended)
         created = int(time.time())
-        if asked.stream:
-            return StreamingResponse(
-                dialect.events(asked, choices, created), media_type="text/event-stream"
-            )
-        # Escaped as in a stream: tool calls may have lone surrogates.
-        content = json.dumps(dialect.write(asked, choices, created))
-        return Response(content, media_type="application/json")
+        if not asked.stream:
+            choices = await _unless_gone(request, answer)
+            # Escaped as in a stream: tool calls may have lone surrogates.
+            content = json.dumps(dialect.write(asked, choices, created))
+            return Response(content, media_type="application/json")
+        growing = self._growing(session, asked, nodes, sampling.stop, answer)
+        events = dialect.events(asked, growing, created)
+        first = await _unless_gone(request, asyncio.ensure_future(anext(events)))
+        return StreamingResponse(_after(first, events), media_type="text/event-stream")
 
     def _sampling(self, session: OpenSession, asked: Asked, prompt: int) -> Sampling:
         """Return how a request with so many tokens is answered. Raises Refused."""
@@ -302,35 +313,32 @@ class Gateway:
         has_thoughts = "</think>" in self._text(parent.sampled)
         return chat.continuation(parent.context, before, after, has_thoughts)
 
-    async def _sample(
-        self, session: OpenSession, nodes: Sequence[Node], sampling: Sampling, request: Request
-    ) -> list[Completion]:
-        """Ask the engine. If anything prevents an answer, the nodes are aborted.
+    async def _answer(
+        self, session: OpenSession, asked: Asked, nodes: Sequence[Node], sampling: Sampling
+    ) -> list[Choice]:
+        """Ask the engine, and record its answers. If anything prevents one, all are aborted.
 
-        Raises HTTPException: the client is gone, the engine failed or rejects the request.
+        Raises HTTPException: the engine failed or rejects the request, or the session was closed.
         """
         began = time.monotonic()
         session.waits_for("the engine")
-        asked = [
+        waiting = [
             asyncio.ensure_future(
-                self._engine.generate(node.prompt, with_seed(sampling, node.number))
+                self._engine.generate(
+                    node.prompt,
+                    with_seed(sampling, node.number),
+                    name=(session.id, node.number) if asked.stream else None,
+                )
             )
             for node in nodes
         ]
-        answers = asyncio.gather(*asked)
-        gone = asyncio.ensure_future(_disconnected(request))
-        session.running.add(answers)
         try:
-            await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not answers.done():
-                raise GONE
-            completions: list[Completion] = answers.result()
+            completions = await asyncio.gather(*waiting)
             if any(completion.finish_reason == "abort" for completion in completions):
                 raise RuntimeError("the engine aborted the request")
-            return completions
         except BaseException as error:
-            for answer, node in zip(asked, nodes, strict=True):
-                answer.cancel()
+            for one, node in zip(waiting, nodes, strict=True):
+                one.cancel()
                 session.record.abort(node)
             if isinstance(error, ValueError):
                 raise Refused(str(error)) from error
@@ -341,53 +349,105 @@ class Gateway:
                 raise HTTPException(503, "the session is closed") from None
             raise
         finally:
-            gone.cancel()
-            session.running.discard(answers)
             session.engine_seconds += time.monotonic() - began
             if session.id in self._sessions:  # otherwise nothing waits any more
                 session.waits_for("the program")
+        choices = []
+        for node, completion in zip(nodes, completions, strict=True):
+            found = self._choice(asked, sampling.stop, node, completion)
+            choices.append(found)
+            session.record.answer(
+                node,
+                completion.ids,
+                completion.log_probs,
+                completion.weight_versions,
+                completion.finish_reason,
+                [*asked.keys, found.key] if asked.messages else (),
+            )
+            if asked.store:
+                told = asked.messages[asked.instructions :]
+                session.said[node.number] = [*told, found.as_read]
+        return choices
 
-    def _answer(
+    async def _growing(
         self,
         session: OpenSession,
         asked: Asked,
+        nodes: Sequence[Node],
         stop: Sequence[str],
-        node: Node,
-        completion: Completion,
+        answer: "asyncio.Future[list[Choice]]",
+    ) -> AsyncIterator[tuple[int, Choice]]:
+        """Yield each choice with its number, whenever its text has grown, and at last whole. Raises
+        what `_answer` does."""
+        shown = [""] * len(nodes)
+        try:
+            while not answer.done():
+                look = self._look()
+                await asyncio.wait((answer, look), return_when=asyncio.FIRST_COMPLETED)
+                for index, node in enumerate(nodes if look.done() else ()):
+                    completion = look.result().get((session.id, node.number))
+                    if completion is not None and not answer.done():
+                        found = self._choice(asked, stop, node, completion)
+                        if found.content != shown[index]:
+                            shown[index] = found.content
+                            yield index, found
+        finally:
+            answer.cancel()
+        for index, found in enumerate(answer.result()):
+            yield index, found
+
+    def _look(self) -> "asyncio.Task[dict[Any, Completion]]":
+        """Return the next look at what streams have so far: one for all of them."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._running())
+        return self._looking
+
+    async def _running(self) -> dict[Any, Completion]:
+        await asyncio.sleep(STREAM_S)
+        try:
+            return await asyncio.to_thread(self._engine.running)
+        except Exception:  # it failed, which the answers say, or cannot tell, as servers
+            return {}
+
+    def _choice(
+        self, asked: Asked, stop: Sequence[str], node: Node, completion: Completion
     ) -> Choice:
-        """Record an answer, and return it as the program sees it."""
-        text = self._text(completion.ids)
-        places = [(text.index(string), string) for string in stop if string in text]
-        end, stopped_by = min(places, default=(None, None))
-        text = text[:end]
-        stopped_by = stopped_by if stopped_by in asked.stop else None
         shown = completion.ids if asked.logprobs else []
         tokens = [str(self._engine.tokenizer.decode([token])) for token in shown]
-        reason = completion.finish_reason
-        found = choice(node, text, tokens, reason, stopped_by, bool(asked.tools))
-        session.record.answer(
-            node,
-            completion.ids,
-            completion.log_probs,
-            completion.weight_versions,
-            completion.finish_reason,
-            [*asked.keys, found.key] if asked.messages else (),
-        )
-        if asked.store:
-            told = asked.messages[asked.instructions :]
-            session.said[node.number] = [*told, found.as_read]
-        return found
+        return choice(asked, node, completion, self._text(completion.ids), tokens, stop)
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._engine.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-async def _disconnected(request: Request) -> None:
-    """Return once the client has disconnected. Its body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+T = TypeVar("T")
 
 
-def _dialect(request: Request) -> Dialect:
+async def _unless_gone(request: Request, waited: "asyncio.Future[T]") -> T:
+    """Return what is waited for. Cancels it and raises HTTPException if the client disconnects
+    before. The body of the request has been read."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait((waited, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not waited.done():
+            raise GONE
+        return waited.result()
+    finally:
+        waited.cancel()
+        gone.cancel()
+
+
+async def _after(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in events:
+        yield event
+
+
+def _dialect(path: str) -> Dialect:
     """Return that of a request's path; for others, that of most clients."""
-    return DIALECTS.get("/".join(request.url.path.split("/")[3:]), CHAT)
+    return DIALECTS.get("/".join(path.split("/")[3:]), CHAT)

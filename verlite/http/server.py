@@ -27,6 +27,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from verlite.files import parse_foreign_json
 
+Explain = Callable[[str, str, int], dict[str, Any]]
+
 STOP_S = 30
 """Seconds for requests in progress after the server was asked to stop."""
 HEAD_S = 30.0
@@ -47,6 +49,7 @@ def application(
     title: str,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     token: str | None = None,
+    explain: Explain | None = None,
 ) -> FastAPI:
     """Return an application without routes.
 
@@ -54,17 +57,25 @@ def application(
     others get status 401 before their body is read. Requests that a web page of another site caused
     get 403 or 415 (`refusal`). An exception in a route is answered by status 500 with
     one sentence, and its traceback goes to standard error only.
+
+    explain: returns the body of an error, given the request's path, a sentence and the status.
+        None: {"detail": sentence}.
     """
     app = FastAPI(title=title, lifespan=lifespan, openapi_url=None)
-    app.add_middleware(_Guard, token=token)
+    app.add_middleware(_Guard, token=token, explain=explain or _detail)
     return app
+
+
+def _detail(path: str, sentence: str, status: int) -> dict[str, Any]:
+    return {"detail": sentence}
 
 
 class _Guard:
     """Answer requests without the token or from other sites, and exceptions of the application."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, explain: Explain) -> None:
         self._app = app
+        self._explain = explain
         self._wanted = f"Bearer {token}".encode() if token is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,17 +84,14 @@ class _Guard:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         if self._wanted is not None and not hmac.compare_digest(given, self._wanted):
-            unauthorized = JSONResponse(
-                {"detail": "this service needs the header Authorization: Bearer TOKEN"},
-                401,
-                {"WWW-Authenticate": "Bearer"},
-            )
+            sentence = "this service needs the header Authorization: Bearer TOKEN"
+            unauthorized = self._error(scope, 401, sentence, {"WWW-Authenticate": "Bearer"})
             await unauthorized(scope, receive, send)
             return
         names = getattr(scope["app"].state, "hosts", ())
         refused = refusal(scope, names, self._wanted is not None)
         if refused:
-            await JSONResponse({"detail": refused[1]}, refused[0])(scope, receive, send)
+            await self._error(scope, *refused)(scope, receive, send)
             return
         started = False
 
@@ -98,8 +106,13 @@ class _Guard:
             if started:
                 raise
             LOG.exception("%s %s failed", scope["method"], scope["path"])
-            answer = JSONResponse({"detail": "the service failed; its log has the cause"}, 500)
+            answer = self._error(scope, 500, "the service failed; its log has the cause")
             await answer(scope, receive, send)
+
+    def _error(
+        self, scope: Scope, status: int, sentence: str, headers: Mapping[str, str] | None = None
+    ) -> JSONResponse:
+        return JSONResponse(self._explain(scope["path"], sentence, status), status, headers)
 
 
 async def read_body(request: Request, limit: int, remedy: str = "send less at a time") -> bytes:
