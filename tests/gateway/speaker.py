@@ -47,7 +47,7 @@ class Speaker:
             self.cancelled += 1
             raise
         finally:
-            del self.spoken[name]
+            self.spoken.pop(name, None)
         if not any(stop in said for stop in sampling.stop):
             ids.append(self.tokenizer.eos_token_id)
         reason = "stop" if len(ids) <= sampling.max_tokens else "length"
