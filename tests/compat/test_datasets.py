@@ -10,7 +10,7 @@ from tests.models import tiny_tokenizer
 from verlite.config import ConfigError
 from verlite.config.compile import data_spec
 from verlite.config.load import compose
-from verlite.config.schema import CustomClsConfig, DataConfig, SamplerConfig
+from verlite.config.schema import Config, CustomClsConfig, DataConfig, SamplerConfig
 from verlite.data.dataset import DataError, PromptDataset, RowFiles
 from verlite.data.sampler import PromptSampler, own_order
 
@@ -151,7 +151,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compat: None) -> Pat
 
 
 def dataset(name: str | None, sampler: str | None = None, **more: Any) -> PromptDataset:
-    config = data_spec(settings(name, sampler, **more))
+    config = data_spec(Config(data=settings(name, sampler, **more)))
     files = RowFiles("rows.jsonl", config, "train", None, templated)
     return PromptDataset(files, templated(), config, "train")
 
@@ -226,7 +226,7 @@ def test_fields_of_a_row() -> None:
     from verlite.compat.datasets import RLHFDataset
     from verlite.data.custom import verl_config
 
-    config = verl_config(data_spec(settings(None)))
+    config = verl_config(data_spec(Config(data=settings(None))))
     row = RLHFDataset(["rows.jsonl"], templated(), config, max_samples=2)[1]
     ids = templated().encode("1+1=")
     assert row["raw_prompt_ids"] == ids
@@ -239,7 +239,7 @@ def test_fields_of_a_row() -> None:
 def test_a_sampler_gives_the_same_order_after_a_resume() -> None:
     def drawn() -> PromptSampler:
         data = dataset(None, "Shuffled")
-        order = own_order(data_spec(settings(None, "Shuffled", seed=7)), data)
+        order = own_order(data_spec(Config(data=settings(None, "Shuffled", seed=7))), data)
         assert order is not None
         return PromptSampler(len(order(0)), 5, order=order)
 
@@ -257,4 +257,4 @@ def test_a_sampler_gives_the_same_order_after_a_resume() -> None:
 def test_a_curriculum_sampler_is_refused() -> None:
     data = dataset(None, "Curriculum")
     with pytest.raises(DataError, match=r"update.*order\(epoch\)"):
-        own_order(data_spec(settings(None, "Curriculum")), data)
+        own_order(data_spec(Config(data=settings(None, "Curriculum"))), data)

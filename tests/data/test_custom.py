@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import tiny_tokenizer
 from verlite.config.compile import data_spec
-from verlite.config.schema import CustomClsConfig, DataConfig, SamplerConfig
+from verlite.config.schema import Config, CustomClsConfig, DataConfig, SamplerConfig
 from verlite.data.dataset import DataError, PromptDataset, RowFiles
 from verlite.data.sampler import PromptSampler, own_order
 
@@ -35,13 +35,13 @@ def settings(order: str | None = "EasyFirst", rows: str = "Lines", **more: Any) 
 
 
 def dataset(config: DataConfig, first: int | None = None) -> PromptDataset:
-    files = RowFiles("sums.txt", data_spec(config), "train", first)
-    return PromptDataset(files, tiny_tokenizer(), data_spec(config), "train")
+    files = RowFiles("sums.txt", data_spec(Config(data=config)), "train", first)
+    return PromptDataset(files, tiny_tokenizer(), data_spec(Config(data=config)), "train")
 
 
 def sampler(config: DataConfig, batch: int = 2) -> PromptSampler:
     data = dataset(config)
-    order = own_order(data_spec(config), data)
+    order = own_order(data_spec(Config(data=config)), data)
     assert order is not None
     return PromptSampler(len(order(0)), batch, config.seed, config.shuffle, order=order)
 

@@ -1,9 +1,13 @@
 """Whole runs with a teacher: the start of the policy as teacher is a reference in the KL loss."""
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models import tiny_model
-from tests.trainer.runs import Launch, one_thread, quiet, write_reward, write_sums
+from tests.trainer.runs import Launch, one_thread, quiet, samples_of, write_reward, write_sums
 from tests.trainer.test_reference_service import serving
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -103,3 +107,44 @@ def test_teacher_behind_a_service(tmp_path, base, reference, tiny_qwen2):
         resumed = Launch(tmp_path / "run", options, tmp_path / "again.log", forked=True)
         assert resumed.wait() == 2, resumed.text()
         assert "is not the one that this run began with" in resumed.text()
+
+
+@pytest.mark.parametrize("place", ["worker", "service"])
+def test_teacher_reads_its_own_prompts(tmp_path, base, tiny_qwen2, place):
+    """Its log-probs of the policy's responses are those after the teacher's prompt: of a plain
+    forward pass, with the answer in front of the question."""
+    file = tmp_path / "hinted.parquet"
+    rows = pq.read_table(write_sums(file, 16)).to_pylist()
+    for row in rows:
+        question = row["prompt"][0]["content"]
+        hinted = f"{row['reward_model']['ground_truth']}+{question}"
+        row["hinted"] = [{"role": "user", "content": hinted}]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    options = [
+        *(*base, *DISTILLED, f"data.train_files={file}", "data.teacher_prompt_key=hinted"),
+        *("trainer.rollouts_per_step=-1", f"{LOSS}loss_mode=k2"),
+    ]
+    if place == "worker":
+        run = finished(tmp_path, [*options, f"{TEACHER}model_path={tiny_qwen2}"])
+    else:
+        apart = ["trainer.mode=pipelined", "cluster.component_placement={rollout: 0, actor: 1}"]
+        with serving(tiny_qwen2) as (_, url):
+            run = finished(tmp_path, [*options, f"{TEACHER}url={url}", *apart])
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    steps = samples_of(run)
+    assert [len(steps[step]) for step in (1, 2)] == [8, 8]
+    for record in (*steps[1], *steps[2]):
+        ids = record["tokens"]["id"]
+        prompts = [f"{record['ground_truth']}+{record['prompt']}", record["prompt"]]
+        hinted, plain = (log_probs(model, tokenizer.encode(text), ids) for text in prompts)
+        assert record["tokens"]["teacher_log_prob"] == pytest.approx(hinted, abs=2e-4)
+        assert hinted != pytest.approx(plain, abs=1e-3)  # the prompt matters
+
+
+def log_probs(model, prompt, response):
+    """Return the log-probs of a response, as floats."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    table = (logits.double() / 0.8).log_softmax(-1)
+    return table[range(len(response)), response].tolist()

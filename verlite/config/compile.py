@@ -18,7 +18,6 @@ from verlite.config.schema import (
     AlgorithmConfig,
     Config,
     CustomRewardConfig,
-    DataConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -245,10 +244,12 @@ def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:
     )
 
 
-def data_spec(data: DataConfig) -> DataSpec:
+def data_spec(config: Config) -> DataSpec:
+    data = config.data
     return take(
         DataSpec,
         data,
+        teacher_prompt_key=data.teacher_prompt_key if config.distillation.enabled else None,
         custom_cls=OwnClass(data.custom_cls.path, data.custom_cls.name),
         sampler=OwnClass(data.sampler.class_path, data.sampler.class_name),
         section=data,

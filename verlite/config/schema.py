@@ -100,6 +100,11 @@ class DataConfig:
     val_files: Files = key(None,
         "File, or list of files, of validation prompts. null: no validation.")
     prompt_key: str = key("prompt", "Column of the chat messages (a list of role and content).")
+    teacher_prompt_key: Optional[str] = key(None,
+        "Column of train_files with the chat messages that the teacher of distillation reads in "
+        "place of prompt_key's, such as the question with its solution. It judges the same "
+        "responses. null: the policy's prompt.",
+        used_when=DISTILLS)
     reward_fn_key: str = key("data_source",
         "Column of the data source, which selects the built-in reward function.")
     train_batch_size: int = key(1024,

@@ -40,6 +40,8 @@ class PromptRow:
     """Name of the data source, which selects the scorer."""
     ground_truth: Any
     """reward_model.ground_truth of the row."""
+    teacher_prompt_ids: list[int] | None = None
+    """Token ids of the prompt that the teacher reads. None: those of the policy."""
     ability: str | None = None
     """Kind of task, for information only."""
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +85,8 @@ class DatasetReport:
     truncated: int
     """Rows truncated to data.max_prompt_length (data.truncation)."""
     lengths: Lengths
-    """Tokens of the selected rows' prompts, before filtering and truncation."""
+    """Tokens of the selected rows' prompts, before filtering and truncation; with
+    data.teacher_prompt_key of the longer of both."""
     limit: int
     """data.max_prompt_length."""
     in_files: int = 0
@@ -139,7 +142,11 @@ class RowFiles:
         if not self.names:
             raise DataError(f"data.{split}_files is empty: name at least one file")
         self.source_key = spec.reward_fn_key
-        columns = [spec.prompt_key, self.source_key, "reward_model"]
+        self.prompt_keys = [spec.prompt_key]
+        """Columns of prompts: the policy's and, if it differs, the teacher's."""
+        if split == "train" and spec.teacher_prompt_key is not None:
+            self.prompt_keys.append(spec.teacher_prompt_key)
+        columns = [*self.prompt_keys, self.source_key, "reward_model"]
         if spec.custom_cls.path is not None:
             files = [str(find_file(name)) for name in self.names]
             read = [_own(spec, files, split, columns, first, tokenizer)]
@@ -150,7 +157,7 @@ class RowFiles:
         self.in_files = sum(count for _, count in read)
         """Rows in the files, read or not."""
         checks = {
-            spec.prompt_key: _messages_problem,
+            **dict.fromkeys(self.prompt_keys, _messages_problem),
             self.source_key: _source_problem,
             "reward_model": _reward_model_problem,
         }
@@ -240,7 +247,6 @@ class PromptDataset:
             tools: JSON schemas of tools for the chat template.
         """
         self._files = files if isinstance(files, RowFiles) else RowFiles(files, spec, split)
-        self._key = spec.prompt_key
         self._tables = self._files.tables
         self._name = self._files.name
         every_row = [
@@ -251,14 +257,17 @@ class PromptDataset:
             **({"tools": list(tools)} if tools else {}),
             **spec.apply_chat_template_kwargs,
         }
-        prompts = self._tokenize(tokenizer, template_kwargs, rows)
+        made = [
+            self._tokenize(tokenizer, template_kwargs, rows, column)
+            for column in self._files.prompt_keys
+        ]
         key, limit = longest or ("data.max_prompt_length", spec.max_prompt_length)
-        lengths = np.array([len(prompt) for prompt in prompts])
+        lengths = np.array([max(map(len, prompts)) for prompts in zip(*made, strict=True)])
         too_long = lengths > limit
         if spec.filter_overlong_prompts:
             kept = np.flatnonzero(~too_long)
             rows = [rows[i] for i in kept]
-            prompts = [prompts[i] for i in kept]
+            made = [[prompts[i] for i in kept] for prompts in made]
             if not rows:
                 raise DataError(
                     f"data.{split}_files: all {len(lengths)} prompts have more than {key}={limit} "
@@ -266,9 +275,12 @@ class PromptDataset:
                     f"none. Raise {key}"
                 )
         elif spec.truncation != "error":
-            prompts = [
-                np.asarray(truncate(prompt.tolist(), limit, spec.truncation), dtype=np.int32)
-                for prompt in prompts
+            made = [
+                [
+                    np.asarray(truncate(prompt.tolist(), limit, spec.truncation), dtype=np.int32)
+                    for prompt in prompts
+                ]
+                for prompts in made
             ]
         elif too_long.any():
             first = int(too_long.argmax())
@@ -281,8 +293,10 @@ class PromptDataset:
                 "right or middle"
             )
         self._rows = rows
-        self._ids = np.concatenate(prompts)
-        self._starts = np.cumsum([0] + [len(prompt) for prompt in prompts])
+        self._flat = [
+            (np.concatenate(prompts), np.cumsum([0] + [len(prompt) for prompt in prompts]))
+            for prompts in made
+        ]
         self._report = DatasetReport(
             split=split,
             files=self._files.names,
@@ -305,7 +319,8 @@ class PromptDataset:
         return PromptRow(
             index=i,
             prompt_ids=self.prompt_ids(i).tolist(),
-            messages=_without_nulls(values[self._key]),
+            teacher_prompt_ids=self._of(1, i).tolist() if len(self._flat) > 1 else None,
+            messages=_without_nulls(values[self._files.prompt_keys[0]]),
             data_source=values[self._files.source_key],
             ground_truth=values["reward_model"]["ground_truth"],
             ability=values.get("ability"),
@@ -317,15 +332,19 @@ class PromptDataset:
 
     def prompt_ids(self, i: int) -> np.ndarray:
         """Return the token ids of row i: [P], int32."""
-        return self._ids[self._starts[i] : self._starts[i + 1]]
+        return self._of(0, i)
+
+    def _of(self, prompt: int, i: int) -> np.ndarray:
+        ids, starts = self._flat[prompt]
+        return ids[starts[i] : starts[i + 1]]
 
     def all_ids(self) -> np.ndarray:
         """Return the token ids of all rows, one after the other, int32."""
-        return self._ids
+        return self._flat[0][0]
 
     def starts(self) -> np.ndarray:
         """Return where each row begins in `all_ids`, and its end: [len + 1]."""
-        return self._starts
+        return self._flat[0][1]
 
     def where(self, i: int) -> str:
         """Return file and row of row i, for messages."""
@@ -340,9 +359,13 @@ class PromptDataset:
         return self._report
 
     def _tokenize(
-        self, tokenizer: Any, template_kwargs: Mapping[str, Any], rows: list[tuple[int, int]]
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any],
+        rows: list[tuple[int, int]],
+        column: str,
     ) -> list[np.ndarray]:
-        columns = [table[self._key].to_pylist() for table in self._tables]
+        columns = [table[column].to_pylist() for table in self._tables]
         prompts = []
         for start in range(0, len(rows), AT_ONCE):
             part = rows[start : start + AT_ONCE]

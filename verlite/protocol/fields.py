@@ -143,6 +143,8 @@ FIELDS: dict[str, Field] = {
     "extra_info": Field("B", (dict,), "next_prompts", "the dataset's other columns"),
     "sampling": Field("B", _ANY, "next_prompts", "sampling parameters (rollout.types.Sampling)"),
     "prompt_ids": Field("B", _ANY, "next_prompts, generate", "tokens of the prompt"),
+    "teacher_prompt_ids": Field("B", _ANY, "next_prompts",
+        "tokens of the prompt that the teacher reads (data.teacher_prompt_key)"),
     "response_ids": Field("B", _ANY, "generate", "tokens of the response, with tool text"),
     "status": Field("B", _TEXT, "generate", "how the row ended (rollout.types.Status)"),
     "error": Field("B", _TEXT_OR_NONE, "generate", "class and message of the failure, or None"),

@@ -451,6 +451,8 @@ class DataSpec:
     """How rows become prompts, and in which order. Names are those of the keys under `data`."""
 
     prompt_key: str = "prompt"
+    teacher_prompt_key: str | None = None
+    """Column of the prompts that the teacher of distillation reads. None: the policy's."""
     reward_fn_key: str = "data_source"
     max_prompt_length: int = 512
     train_max_samples: int = -1

@@ -19,6 +19,9 @@ from verlite.trainer.run import Run
 
 def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) -> DataProto:
     """Return one row per sample to generate: prompt, sampling parameters, and data for scoring."""
+    teachers = {}
+    if rows[0].teacher_prompt_ids is not None:
+        teachers["teacher_prompt_ids"] = object_array([row.teacher_prompt_ids for row in rows])
     return DataProto.from_dict(
         {},
         {
@@ -30,7 +33,8 @@ def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) 
             "ground_truth": object_array([row.ground_truth for row in rows]),
             "extra_info": object_array([row.extra_info for row in rows]),
             "index": object_array([row.index for row in rows]),
-        },
+        }
+        | teachers,
     )
 
 

@@ -73,7 +73,7 @@ def rows(found: Preflight, split: str) -> None:
     files = data.train_files if split == "train" else data.val_files
     if split == "train" or files:
         needed = functools.partial(tokenizer_of, found)
-        found.rows[split] = RowFiles(files, data_spec(data), split, found.first, needed)
+        found.rows[split] = RowFiles(files, data_spec(found.config), split, found.first, needed)
 
 
 def reward_function(found: Preflight) -> None:
@@ -341,7 +341,7 @@ def prompts(found: Preflight, split: str) -> None:
     config, plan = found.config, found.plan
     limit = (plan.longest_prompt_key, plan.longest_prompt)
     tools = found.env_factory.tools if found.env_factory else ()
-    spec = data_spec(config.data)
+    spec = data_spec(config)
     data = PromptDataset(found.rows[split], found.tokenizer, spec, split, limit, tools)
     found.data[split] = data
     lines: list[str | None] = [str(data.report())]
@@ -372,7 +372,7 @@ def order(found: Preflight) -> None:
         DataError: data.sampler cannot be used, or there is not one full batch.
     """
     data, plan, train = found.config.data, found.plan, found.data["train"]
-    own = own_order(data_spec(data), train)
+    own = own_order(data_spec(found.config), train)
     size = len(train) if own is None else len(own(0))
     batch = plan.gen_prompts
     found.is_whole = not train.report().in_files

@@ -22,6 +22,7 @@ _TOKEN_FIELDS = {
     "loss_mask": "trained",
     "rollout_log_probs": "rollout_log_prob",
     "old_log_probs": "log_prob",
+    "teacher_log_prob": "teacher_log_prob",
     "entropys": "entropy",
     "advantages": "advantage",
 }

@@ -11,7 +11,7 @@ from verlite import tables
 from verlite.config import plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
-from verlite.config.schema import Config, DataConfig
+from verlite.config.schema import Config
 from verlite.hub import SCHEME, HubError, local_file
 from verlite.spec import catalog
 
@@ -102,7 +102,7 @@ def _data_file(
     if rows == 0:
         yield Problem(key, file, "has no rows", WRITE_AGAIN)
         return None
-    yield from _columns(config.data, key, file, schema)
+    yield from _columns(config, key, file, schema)
     unknown = (source for source in sources if catalog.scorer_for(source) is None)
     without = list(islice(unknown, 5))
     if without:
@@ -118,11 +118,14 @@ def _data_file(
     return rows
 
 
-def _columns(data: DataConfig, key: str, file: str, schema: "pyarrow.Schema") -> Iterator[Problem]:
+def _columns(config: Config, key: str, file: str, schema: "pyarrow.Schema") -> Iterator[Problem]:
     """Report missing columns, and a reward_model without ground truth."""
     import pyarrow
 
+    data = config.data
     keys_by_column = {data.prompt_key: "data.prompt_key", data.reward_fn_key: "data.reward_fn_key"}
+    if key == TRAIN and config.distillation.enabled and data.teacher_prompt_key:
+        keys_by_column[data.teacher_prompt_key] = "data.teacher_prompt_key"
     for column in (*keys_by_column, "reward_model"):
         if column in schema.names:
             continue

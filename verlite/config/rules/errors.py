@@ -95,6 +95,12 @@ ERRORS: tuple[Row, ...] = (
         "distillation.enabled=true, but no teacher is named",
         "Give its folder or its name on the hub, or teacher_model.url of `verlite serve "
         "reference`."),
+    Row("data.teacher_prompt_key",
+        lambda c: (c.config.distillation.enabled and c.config.data.teacher_prompt_key
+            and c.agent.command),
+        "a teacher reads other prompts only where a sample has one prompt and one response; "
+        "agent programs make conversations",
+        "Leave out one of data.teacher_prompt_key and agent.command."),
     Row("algorithm.no_think_rl", lambda c: c.algorithm.no_think_rl,
         "only false is supported: the whole response is trained", "Leave it out."),
     Row("actor_rollout_ref.actor.state_masking", lambda c: not c.actor.state_masking,

@@ -103,6 +103,7 @@ def _reference_log_probs(run: Run, batch: DataProto) -> DataProto | None:
 
 
 def _teacher_log_probs(run: Run, batch: DataProto) -> DataProto | None:
+    batch = _with_teacher_prompts(batch)
     if run.teacher_service is not None:
         rows = to_ranks(run, batch, run.log_prob_role)
         service = teacher_service_spec(run.config)
@@ -113,6 +114,19 @@ def _teacher_log_probs(run: Run, batch: DataProto) -> DataProto | None:
         return None
     column = answer.non_tensor_batch["ref_log_prob"]
     return DataProto.from_dict({}, {"teacher_log_prob": column})
+
+
+def _with_teacher_prompts(batch: DataProto) -> DataProto:
+    """Return the rows as the teacher reads them: the same responses, after the prompts of
+    data.teacher_prompt_key if it is set."""
+    prompts = batch.non_tensor_batch.get("teacher_prompt_ids")
+    if prompts is None:
+        return batch
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    # Another part: a worker that has the step's rows must not use their prompts.
+    part = "teacher", batch.meta_info.get("part")
+    rows = batch.with_non_tensor(prompt_ids=prompts).with_batch(prompt_length=lengths)
+    return rows.with_meta(part=part)
 
 
 def _values(run: Run, batch: DataProto) -> DataProto | None:
