@@ -331,3 +331,24 @@ def test_template_error_names_the_row(tmp_path: Path) -> None:
         DataError, match="a.parquet row 1: the chat template failed: TemplateError: no system role"
     ):
         PromptDataset(path, tokenizer, DataSpec(), "train")
+
+
+def test_the_teachers_prompts_are_of_the_same_rows(tmp_path: Path) -> None:
+    rows = [row("x" * n, hint=row(f"{'y' * (8 - n)}")["prompt"]) for n in range(1, 8)]
+    path = write(tmp_path / "a.parquet", *rows)
+    config: dict[str, Any] = {"teacher_prompt_key": "hint", "max_prompt_length": 5}
+    data = load(path, filter_overlong_prompts=True, **config)
+    found = [data.row(i) for i in range(len(data))]
+    pairs = [(len(one.prompt_ids), len(one.teacher_prompt_ids or ())) for one in found]
+    assert pairs == [(3, 5), (4, 4), (5, 3)]  # a row is dropped if either prompt is too long
+    assert (data.report().kept, data.report().dropped) == (3, 4)
+    cut = load(path, truncation="left", **config)
+    assert [len(cut.row(i).teacher_prompt_ids or ()) for i in range(7)] == [5, 5, 5, 4, 3, 2, 1]
+    with pytest.raises(DataError, match=r"row 0: the prompt has 7 tokens, 5 are allowed"):
+        load(path, **config)
+    assert (
+        load(path, "val", max_prompt_length=7, teacher_prompt_key="no").row(0).teacher_prompt_ids
+        is None
+    )  # validation has no teacher
+    with pytest.raises(DataError, match="column 'ability' is 'math', expected a list of messages"):
+        load(path, max_prompt_length=9, teacher_prompt_key="ability")

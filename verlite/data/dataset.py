@@ -455,7 +455,8 @@ def _read(name: str, required: list[str], first: int | None) -> tuple[pa.Table, 
                 f"{name} has no column {', '.join(map(repr, missing))}; "
                 f"its columns are {', '.join(available) or 'none'}"
             )
-        return required + [column for column in OPTIONAL_COLUMNS if column in available]
+        optional = [column for column in OPTIONAL_COLUMNS if column in available]
+        return list(dict.fromkeys(required + optional))
 
     try:
         return tables.read_chosen(path, choose, first)
@@ -497,9 +498,8 @@ def _own(
         if missing:
             has = ", ".join(map(str, row)) or "nothing"
             raise DataError(f"{name}: {split} row {number} has no {missing[0]!r}; it has {has}")
-    columns = required + [
-        column for column in OPTIONAL_COLUMNS if any(column in row for row in rows)
-    ]
+    optional = [column for column in OPTIONAL_COLUMNS if any(column in row for row in rows)]
+    columns = list(dict.fromkeys(required + optional))
     try:
         return tables.from_rows([{c: row.get(c) for c in columns} for row in rows]), count
     except tables.TableError as error:
