@@ -1,5 +1,5 @@
-"""Commands about what a user brings: a table of prompts (data); a reward, environment, advantage
-estimator, policy loss or gateway (contract).
+"""Commands about what a user brings: a table of prompts (data); a verifiers environment (tasks); a
+reward, environment, advantage estimator, policy loss or gateway (contract).
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verlite.cli.common import fail
+from verlite.cli.common import TrainingArguments, fail
 
 if TYPE_CHECKING:
     from verlite.data.dataset import Answer
@@ -159,6 +159,58 @@ def _rows(file: str, count: int) -> "list[Answer]":
     from verlite.spec.roles import DataSpec
 
     return RowFiles(file, DataSpec(), "train").answers(count)
+
+
+def tasks(
+    arguments: TrainingArguments = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Take the first tasks only. Default: all.")
+    ] = None,
+    hold_out: Annotated[
+        int, typer.Option(min=0, help="Write this many random tasks to data.val_files instead.")
+    ] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+) -> None:
+    """Write the tasks of a verifiers taskset to the files that a training command reads.
+
+    Takes the arguments of main_ppo, of which it uses agent.verifiers, agent.python, agent.kwargs,
+    data.train_files and, with --hold-out, data.val_files.
+    """
+    from verlite.config.compile import take
+    from verlite.config.load import compose, parse_argv
+    from verlite.config.plan import files_of
+    from verlite.config.problems import ConfigError
+    from verlite.data.dataset import DataError
+    from verlite.data.preprocess import hold_out as split
+    from verlite.data.preprocess import print_written, write_parquet
+    from verlite.gateway.program import ProgramError
+    from verlite.gateway.verifiers import tasks as read_tasks
+    from verlite.spec.roles import AgentSpec
+
+    try:
+        name, folder, overrides, _ = parse_argv(arguments or [])
+        anything = {"actor_rollout_ref.model.path": "any"}  # rows do not depend on the model
+        config = compose(name, [anything, *overrides], folder, check=False).config
+        agent = config.agent
+        if agent.verifiers is None or agent.python is None:
+            raise DataError("give agent.verifiers=TASKSET agent.python=PYTHON")
+        wanted = {"data.train_files": config.data.train_files}
+        if hold_out:
+            wanted["data.val_files"] = config.data.val_files
+        targets = []
+        for key, value in wanted.items():
+            files = files_of(value)
+            if len(files) != 1 or not files[0].endswith(".parquet"):
+                raise DataError(f"{key}={value}: give one file that ends with .parquet")
+            targets.append(Path(files[0]).expanduser())
+            if targets[-1].exists() and not force:
+                raise DataError(f"{targets[-1]} exists. Replace it with --force")
+        rows = read_tasks(take(AgentSpec, agent), count)
+        parts = split(rows, hold_out) if hold_out else (rows,)
+        for target, part in zip(targets, parts, strict=True):
+            print_written(target, part, write_parquet(part, target))
+    except (ConfigError, DataError, ProgramError, OSError) as error:
+        fail(error)
 
 
 def data(

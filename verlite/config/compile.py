@@ -11,6 +11,7 @@ from verlite.config.plan import (
     Plan,
     engine_settings,
     files_of,
+    program,
     scores_remotely,
     syncs_adapters,
 )
@@ -134,7 +135,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
         engines=plan.engines,
         scorer=scorer_spec(config.custom_reward_function, config.reward),
         env=env_spec(config) if plan.max_turns else None,
-        agent=take(AgentSpec, config.agent) if config.agent.command else None,
+        agent=take(AgentSpec, config.agent) if program(config) else None,
         template_kwargs=config.data.apply_chat_template_kwargs,
         max_turns=plan.max_turns,
         max_obs_length=config.data.max_obs_length,

@@ -6,7 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verlite.config.plan import TEACHER, computes_teacher, files_of, max_turns, program_code
+from verlite.config.plan import (
+    TEACHER,
+    computes_teacher,
+    files_of,
+    max_turns,
+    program,
+    program_code,
+)
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
@@ -210,14 +217,16 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.extra": config.data.extra,
         "max_turns": max_turns(config),
         **(_environment(config) if max_turns(config) else {}),
-        **(_agent(config) if config.agent.command else {}),
+        **(_agent(config) if program(config) else {}),
         **(_teacher(config) if computes_teacher(config) else {}),
     }
 
 
 def _agent(config: Config) -> dict[str, Any]:
     """Return the settings of agent programs, without those that only time and machines decide."""
-    names = ("command", "reward", "credit")
+    names = ["command", "reward", "credit"]
+    if config.agent.verifiers is not None:
+        names += ["verifiers", "kwargs", "renderer"]
     settings = {f"agent.{name}": getattr(config.agent, name) for name in names}
     lengths = ("max_prompt_length", "max_response_length")
     return settings | {f"data.{name}": getattr(config.data, name) for name in lengths}

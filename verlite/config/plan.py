@@ -478,7 +478,7 @@ def _lengths(config: Config) -> dict[str, Any]:
         "longest_response": _longest_response(config),
         "longest_sequence": longest,
         "max_model_len": _first(config.actor_rollout_ref.rollout.max_model_len, longest),
-        "turns": length_arithmetic(config) if turns or config.agent.command else "",
+        "turns": length_arithmetic(config) if turns or program(config) else "",
     }
 
 
@@ -668,9 +668,17 @@ def is_credit(rule: str) -> bool:
         return False
 
 
+def program(config: Config) -> str | None:
+    """Return the setting that names what runs each sample beside the gateway, None without one."""
+    agent = config.agent
+    if agent.command is not None:
+        return f"agent.command={agent.command}"
+    return None if agent.verifiers is None else f"agent.verifiers={agent.verifiers}"
+
+
 def scores_itself(config: Config) -> bool:
     """Return whether agent programs score their samples."""
-    return config.agent.command is not None and config.agent.reward == "program"
+    return program(config) is not None and config.agent.reward == "program"
 
 
 def longest_prompt(config: Config) -> tuple[str, int]:
@@ -695,7 +703,7 @@ def worst_case(config: Config) -> int:
 
 def _longest_response(config: Config) -> int:
     data = config.data
-    if config.agent.command:
+    if program(config):
         return longest_sequence(config) - 1
     if not max_turns(config):
         return data.max_response_length
@@ -705,9 +713,9 @@ def _longest_response(config: Config) -> int:
 def length_arithmetic(config: Config) -> str:
     """Return the arithmetic of the longest sample, and what happens to samples that do not fit."""
     data = config.data
-    if config.agent.command:
+    if named := program(config):
         return (
-            f"the program {config.agent.command}: answers of up to {data.max_response_length} "
+            f"{named}: answers of up to {data.max_response_length} "
             f"tokens, conversations of up to {longest_sequence(config)} "
             "(data.max_prompt_length + data.max_response_length)"
         )

@@ -40,7 +40,8 @@ OWN_ENGINES = "the engines run in this cluster"
 GPU = "the run is on GPUs"
 OWN_ROWS = "data.custom_cls.path or data.sampler.class_path is given"
 AGENT = ("max_turns>0", "do_search=true")
-PROGRAM = "agent.command!=null"
+PROGRAM = "agent.command or agent.verifiers is given"
+VERIFIERS = "agent.verifiers!=null"
 ROW_ESTIMATOR = "the estimator compares whole responses (grpo, grpo_passk, rloo, gpg)"
 UNWHITENED = "the estimator does not whiten its advantages"
 GDPO = "algorithm.adv_estimator=gdpo"
@@ -1179,6 +1180,7 @@ class EnvConfig:
 
 
 program_key = functools.partial(key, used_when=PROGRAM)
+verifiers_key = functools.partial(key, used_when=VERIFIERS)
 
 
 @dataclass
@@ -1190,9 +1192,23 @@ class AgentConfig:
         "the model at OPENAI_BASE_URL, as to any server of OpenAI's protocol. Or a Python "
         "function, my_agent.py:agent, that is called with task, base URL and key. null: no "
         "program.")
+    verifiers: Optional[str] = key(None,
+        "Agent: taskset of the verifiers package, such as gsm8k-v1, that is run for each sample "
+        "with its harness and rewards; or ENVIRONMENT+TASKSET. `verlite tasks` writes its rows. "
+        "null: none.")
+    python: Optional[str] = verifiers_key(None,
+        "Python interpreter that has the package verifiers and the taskset. Its dependencies are "
+        "not those of training, so it is one of a virtual environment of its own.")
+    kwargs: dict[str, Any] = verifiers_key({},
+        "Configuration of the environment, as under [env] in a configuration of verifiers: "
+        "{agent: {harness: {id: bash}, runtime: {type: subprocess}}}.")
+    renderer: Optional[dict[str, Any]] = verifiers_key(None,
+        "Who turns messages into tokens. null: the model's chat template, here. {name: qwen3}: "
+        "this renderer of verifiers' training client, which knows OpenAI's chat dialect only.")
     reward: str = program_key("program",
         "Who scores a sample. program: the last line that it prints, a number or a JSON object "
-        "with score. function: the reward function, from the model's texts.",
+        "with score; the rewards of verifiers. function: the reward function, from the model's "
+        "texts.",
         choices=("program", "function"))
     credit: str = program_key("graph",
         "Advantage of the model's tokens. graph: that of the sample. branch: the branches of a "

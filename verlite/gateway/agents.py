@@ -1,4 +1,5 @@
-"""Sample with agent programs: a session of the gateway and a process for each sample.
+"""Sample with agent programs: a session of the gateway for each sample, and a process, or a place
+in that of a verifiers environment.
 
 A session becomes one trajectory, with all its branches one after the other: each token that the
 model wrote is trained once.
@@ -13,7 +14,8 @@ from typing import Any, Self
 
 from verlite.gateway.program import ProgramError, run, score_of
 from verlite.gateway.server import Gateway, OpenSession
-from verlite.rewards.result import BadReturn, RewardResult
+from verlite.gateway.verifiers import Verifiers
+from verlite.rewards.result import BadReturn, RewardResult, result_of
 from verlite.rollout.types import Completion, Engine, EngineError, Sampling, Status, Trajectory
 from verlite.spec.roles import AgentSpec
 from verlite.terminal import clean
@@ -62,11 +64,20 @@ class Agents:
         self._spec = spec
         self._folder = folder
         self._gateway = Gateway(engine, longest, template_kwargs)
+        self._environment: Verifiers | None = None
+        if spec.verifiers is not None:
+            self._environment = Verifiers(spec, engine.tokenizer.name_or_path, folder)
         self._places = asyncio.Semaphore(spec.max_processes)
+        self._addresses: list[tuple[str, str]] = []
+        """Of sessions that were closed. verifiers keeps a client for each address that it was
+        given, so addresses are used again, but those of failed samples, which something may still
+        use."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._gateway)
+        if self._environment is not None:
+            await self._stack.enter_async_context(self._environment)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -87,10 +98,13 @@ class Agents:
         async with self._places:
             waits_for("the program")
             began = time.monotonic()
-            session = self._gateway.open(task.sampling, waits_for)
+            place = self._addresses.pop() if self._addresses else None
+            session = self._gateway.open(task.sampling, waits_for, place)
             score, error, log = None, None, bytearray()
             try:
                 score = await self._run(task, session, log)
+                if self._environment is not None:
+                    self._addresses.append((session.id, session.token))
             except (ProgramError, BadReturn, RuntimeError) as caught:
                 if isinstance(caught, EngineError):
                     raise
@@ -100,7 +114,7 @@ class Agents:
         trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
         trajectory.log = clean(log.decode(errors="replace"))
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
-        if not trajectory.turns:
+        if not trajectory.turns and self._environment is None:
             cause = error or "it ended without an answer of the model"
             error = ProgramError(f"{cause}. {UNASKED}")
         if error is None:
@@ -112,29 +126,38 @@ class Agents:
     async def _run(self, task: Task, session: OpenSession, log: bytearray) -> RewardResult | None:
         """Return the program's score, None if another function scores. Raises what `sample` does,
         ProgramError, BadReturn, or RuntimeError: the engine aborted a request. log: see `run`."""
-        program = asyncio.ensure_future(
-            run(
-                self._spec.command,
-                task.row,
-                session.base_url,
-                session.token,
-                timeout_s=self._spec.timeout_s,
-                memory_gb=self._spec.memory_gb,
-                folder=self._folder,
-                secret_env_vars=self._spec.secret_env_vars,
-                log=log,
-            )
-        )
+        program = asyncio.ensure_future(self._result(task, session, log))
         try:
             await asyncio.wait((program, session.failed), return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
                 session.failed.result()
-            line = program.result()
+            result = program.result()
         finally:
             if not program.done():
                 program.cancel()
                 await asyncio.wait((program,))
-        return score_of(line) if self._spec.reward == "program" else None
+        if self._spec.reward != "program":
+            return None
+        return score_of(result) if isinstance(result, str) else result_of(result)
+
+    async def _result(
+        self, task: Task, session: OpenSession, log: bytearray
+    ) -> str | dict[str, Any]:
+        """Return the last line of the program, or score and parts of the environment."""
+        if self._environment is not None:
+            return await self._environment.run(task.row, session, log)
+        assert self._spec.command is not None
+        return await run(
+            self._spec.command,
+            task.row,
+            session.base_url,
+            session.token,
+            timeout_s=self._spec.timeout_s,
+            memory_gb=self._spec.memory_gb,
+            folder=self._folder,
+            secret_env_vars=self._spec.secret_env_vars,
+            log=log,
+        )
 
 
 def as_trajectory(session: OpenSession, prompt_ids: list[int], credit: str = "graph") -> Trajectory:

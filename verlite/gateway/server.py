@@ -158,12 +158,15 @@ class Gateway:
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     def open(
-        self, sampling: Sampling, waits_for: Callable[[str], None] = lambda what: None
+        self,
+        sampling: Sampling,
+        waits_for: Callable[[str], None] = lambda what: None,
+        place: tuple[str, str] | None = None,
     ) -> OpenSession:
-        """Begin a session."""
-        name = secrets.token_hex(8)
+        """Begin a session. place: id and token of a closed one, whose address it gets."""
+        name, token = place or (secrets.token_hex(8), secrets.token_urlsafe(24))
         base_url = f"{self._address}/sessions/{name}/v1"
-        session = OpenSession(name, secrets.token_urlsafe(24), base_url, sampling, waits_for)
+        session = OpenSession(name, token, base_url, sampling, waits_for)
         self._sessions[name] = session
         return session
 

@@ -397,9 +397,13 @@ class EnvSpec:
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """The agent program of each sample."""
+    """The agent program of each sample: a command, or a verifiers environment."""
 
-    command: str
+    command: str | None
+    verifiers: str | None = None
+    python: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    renderer: Mapping[str, Any] | None = None
     timeout_s: float = 600.0
     memory_gb: float = 4.0
     max_processes: int = 64

@@ -17,10 +17,11 @@ from verlite.config.compile import (
     model_spec,
     reference_service_spec,
     scorer_spec,
+    take,
     teacher_model_spec,
     teacher_service_spec,
 )
-from verlite.config.plan import TEACHER, scores_itself, scores_remotely
+from verlite.config.plan import TEACHER, program, scores_itself, scores_remotely
 from verlite.config.rules.models import rotary_limit
 from verlite.config.schema import ModelConfig
 from verlite.controller import head
@@ -46,7 +47,7 @@ from verlite.rewards.scorer import Scorer
 from verlite.rollout.servers import fit
 from verlite.rollout.servers.fit import Needs, NoServer
 from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
-from verlite.spec.roles import ReferenceServiceSpec
+from verlite.spec.roles import AgentSpec, ReferenceServiceSpec
 from verlite.trainer.common_checks import compare_small_copy, fit_adapters, reading, tokenizer_of
 from verlite.trainer.errors import RunRefused, ServiceMissing
 from verlite.trainer.preflight import Preflight
@@ -314,6 +315,21 @@ def trainable_critic(found: Preflight) -> None:
         fit_adapters(critic, "critic.", "value")
 
 
+def verifiers_environment(found: Preflight) -> None:
+    """Start the process of a verifiers environment, and end it. Raises RunRefused."""
+    agent = found.config.agent
+    if agent.verifiers is None:
+        return
+    from verlite.gateway import verifiers
+    from verlite.gateway.program import ProgramError
+
+    try:
+        version = verifiers.check(take(AgentSpec, agent), "")
+    except ProgramError as error:
+        raise RunRefused(f"agent.verifiers={agent.verifiers}: {error}") from error
+    found.findings.seen.append(f"{agent.verifiers}: served by verifiers {version}")
+
+
 def environment(found: Preflight) -> None:
     """Build the environment factory of multi-turn runs, and encode one observation.
 
@@ -347,7 +363,8 @@ def prompts(found: Preflight, split: str) -> None:
     lines: list[str | None] = [str(data.report())]
     if split == "train":
         lines.append(template_remark(found.tokenizer, config.data.apply_chat_template_kwargs))
-        if config.agent.command and found.tokenizer.chat_template is None:
+        asks_in_messages = program(config) and config.agent.renderer is None
+        if asks_in_messages and found.tokenizer.chat_template is None:
             lines.append("without a chat template the program's chat/completions are refused")
     elif "train" in found.data:
         lines.append(overlap_note(found.data["train"], data))

@@ -44,6 +44,8 @@ class Context:
         """Tokens of the longest sequence."""
         self.turns = plan.max_turns(config)
         self.agent = config.agent
+        self.program = plan.program(config)
+        """The setting that names the agent program; None without one."""
         self.scores_itself = plan.scores_itself(config)
         """Agent programs score their samples."""
         self.estimator = config.algorithm.adv_estimator

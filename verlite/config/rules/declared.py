@@ -31,6 +31,7 @@ from verlite.config.schema import (
     OWN_ENGINES,
     OWN_REFERENCE,
     OWN_ROWS,
+    PROGRAM,
     REFERENCE,
     ROW_ESTIMATOR,
     UNWHITENED,
@@ -192,6 +193,7 @@ PREDICATES: dict[str, Callable[[Context], bool]] = {
     # A teacher has the settings of the reference's passes.
     KL_TERM: lambda c: plan.needs_reference(c.config) or c.config.distillation.enabled,
     REFERENCE: lambda c: plan.needs_reference(c.config),
+    PROGRAM: lambda c: c.program is not None,
     CRITIC: lambda c: c.needs_critic,
     ROW_ESTIMATOR: lambda c: catalog.is_by_row(c.estimator),
     UNWHITENED: lambda c: not catalog.whitens(c.estimator),

@@ -1,0 +1,5 @@
+"""Messages."""
+
+
+def content_text(content):
+    return content
