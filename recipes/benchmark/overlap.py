@@ -1,4 +1,4 @@
-"""Steps of samples with a slow tool, by trainer.mode=sync and async, alternating.
+"""Steps of samples with a slow tool, by trainer.mode, alternating.
 
 python recipes/benchmark/overlap.py [--rounds 2] [--steps 30] [--median 0.05] [--dry]
 [key=value ...]
@@ -33,6 +33,7 @@ SIGMA = math.log(50) / 2.326
 """Of a lognormal distribution whose 99th percentile is 50 times the median."""
 MODES = {
     "sync": ["trainer.mode=sync"],
+    "pipelined": ["trainer.mode=pipelined"],
     "async, max_age 1": ["trainer.mode=async", "async_training.max_age=1"],
     "async, max_age 4, depth 2": [
         "trainer.mode=async",

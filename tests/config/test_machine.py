@@ -135,6 +135,19 @@ def test_gpus_without_a_torch_for_them_are_refused(material, monkeypatch, device
     assert make_plan(material.load().config).device == "cuda"
 
 
+def test_a_plan_for_other_machines_obeys_the_rules_of_the_placement(material, monkeypatch):
+    """That this machine lacks the GPUs hides no other problem, so the plan has its arithmetic."""
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
+    line = ["trainer.device=cuda", "trainer.n_gpus_per_node=1", "data.train_batch_size=8"]
+    assert make_plan(material.load(*line, elsewhere=True).config).lines()
+    with pytest.raises(ConfigError) as caught:
+        material.load(
+            *line, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", elsewhere=True
+        )
+    [problem] = caught.value.problems
+    assert problem.rule == "must divide the 1 devices"
+
+
 @pytest.mark.parametrize(
     ("version", "is_old"),
     [("0.28.1", True), ("0.9.2", True), ("0.29.0", False), ("0.32.0+cpu", False), ("1.0.0", False)],

@@ -90,7 +90,7 @@ def test_silence_is_that_of_a_process_that_was_heard_before_and_has_not_signed_s
     assert one.silent(names) == {"w0": 92.0, "w1": 90.0, "w2": 136.0}
     assert one.have_signed(["w0"]) and not one.have_signed(["w0", "w1"])
     one.heard["w0"].hear(Beat(10, at()), 147.0)
-    assert not one.have_signed(["w0"]), "the next silence is looked at anew"
+    assert not one.have_signed(["w0"]), "the next silence is looked at again"
 
 
 def test_looks_are_seconds_apart():

@@ -65,7 +65,7 @@ def test_the_step_is_that_of_all_rows_at_once(tiny_qwen2: str, columns: dict[str
 def test_the_step_on_two_ranks_is_that_of_all_rows_at_once(
     tiny_qwen2: str, columns: dict[str, Tensor], two_ranks: Ranks
 ) -> None:
-    """Each part is spread over the ranks anew, and one has no row of some."""
+    """Each part is spread over the ranks by itself, and one has no row of some."""
     found = cases(columns)
     first, second = two_ranks.call(programs.accumulated_gradients, tiny_qwen2, found)
     check(found, first)

@@ -222,7 +222,7 @@ def test_values_of_a_mixture_of_experts_are_proven(name: str) -> None:
 
 
 def test_a_model_of_images_and_text_is_proven_by_its_text_part() -> None:
-    """Its vision part does not divide as the text part does, so there is no small copy of both."""
+    """The sizes of a small copy do not fit its vision part, so only the text part is copied."""
     small = small_config(AutoConfig.for_model("llama4"))
     assert small is not None and small.model_type == "llama4_text"
     problem = family._problem(ModelSpec(path="x", use_remove_padding=False), "lm", small)

@@ -208,7 +208,7 @@ def samples_of(run: Launch) -> dict[int, list[dict]]:
 def one_thread(patch: pytest.MonkeyPatch) -> None:
     """Choose one thread for each process of a run, as its user would."""
     patch.setenv(threads.COUNT, "1")
-    patch.delenv(threads.OURS)  # the tests' own choice, which a run divides anew
+    patch.delenv(threads.OURS)  # the tests' own choice, which a run divides again
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

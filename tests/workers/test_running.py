@@ -1,4 +1,4 @@
-"""Samples that run are told, written, read, and go on in another worker."""
+"""Samples in progress are counted, written, read, and continued by another worker."""
 
 import asyncio
 from dataclasses import replace

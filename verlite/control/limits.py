@@ -21,6 +21,8 @@ CHECKPOINT_S = 1.0
 ATEXIT_S = 3.0
 """How long functions of `atexit` may run."""
 
+SIGTERM_TO_ALL_S = 1.0
+"""How long SIGTERM may take to reach all processes of a local cluster."""
 CLOSE_S = 6.0
 """How long workers may take to close."""
 FREE_S = 4.0

@@ -64,5 +64,5 @@ class Stragglers:
         return Slow(rank, work)
 
     def take(self, role: str) -> float:
-        """Return the seconds of a role, 0 if no rank was slow, and start anew."""
+        """Return the seconds of a role, 0 if no rank was slow, and reset them."""
         return self.seconds.pop(role, 0.0)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from verlite import progress
+from verlite.control import limits
 from verlite.controller import debugger, guardian, node, ray_internals
 from verlite.controller.heartbeat import Sender
 from verlite.controller.records import Failed, ProcessInfo, WorkerSpec
@@ -26,10 +27,6 @@ from verlite.threads import cores, share, use
 
 if TYPE_CHECKING:
     from verlite.controller.worker import Worker
-
-
-SIGTERM_TO_ALL_S = 1.0
-"""How long SIGTERM may take to reach all processes of a local cluster."""
 
 
 class WorkerActor:
@@ -188,7 +185,7 @@ class Sigterm(SignalExit):
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     """End this worker, unless all processes got the signal: then only the driver acts on it."""
-    until = time.monotonic() + SIGTERM_TO_ALL_S
+    until = time.monotonic() + limits.SIGTERM_TO_ALL_S
     while time.monotonic() < until:
         if ray_internals.raylet_got(number):
             return

@@ -69,7 +69,7 @@ class MetricsFile:
         try:
             found = MetricsLines.read(path)
         except (OSError, ValueError) as error:
-            writer.warn(f"{path} cannot be read: {error}. It is renamed, and metrics start anew")
+            writer.warn(f"{path} cannot be read: {error}. It is renamed, and a new file is begun")
             set_aside(path)
             return
         if found.unreadable:

@@ -73,7 +73,7 @@ class SyncedParts:
         self._engines_have_base = False
 
     def forget(self) -> None:
-        """Take note that an engine was started anew, without the base model."""
+        """Take note that an engine was restarted, so it lacks the base model."""
         self._engines_have_base = False
 
     def succeeded(self) -> None:

@@ -27,7 +27,6 @@ RULES = (
     algorithm.rollout_correction,
     devices.groups,
     devices.placement,
-    devices.visible_devices,
     devices.engines,
     devices.weight_transport,
     devices.sharding,
@@ -35,6 +34,7 @@ RULES = (
     devices.idle_devices,
     devices.servers,
     devices.engine_kwargs,
+    devices.visible_devices,  # after all rules that a broken placement silences
     trainer.resume,
     trainer.max_runtime,
     trainer.addresses,
