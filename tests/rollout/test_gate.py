@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from verlite.rollout.servers.gate import HOSTS, Gate
+from verlite.rollout.servers.command import HOSTS
+from verlite.rollout.servers.gate import Gate
 
 KIND = (b"content-type", b"application/json")
 

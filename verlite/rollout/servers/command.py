@@ -12,9 +12,10 @@ from typer import Option
 
 from verlite import threads
 from verlite.rollout.engines.vllm_plugin import BACKEND, GROUP, NAME
-from verlite.rollout.servers.gate import HOSTS
 
 GATE = "verlite.rollout.servers.gate.Gate"
+HOSTS = "VERLITE_SERVICE_HOSTS"
+"""Environment variable with host names that clients may use, separated by spaces, for the gate."""
 EXTENSION = "verlite.rollout.engines.vllm_worker.WorkerExtension"
 
 

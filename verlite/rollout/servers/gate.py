@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verlite.http import server
-
-HOSTS = "VERLITE_SERVICE_HOSTS"
-"""Environment variable with host names that clients may use, separated by spaces."""
+from verlite.rollout.servers.command import HOSTS
 
 Scope = Mapping[str, Any]
 
