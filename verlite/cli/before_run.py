@@ -57,12 +57,12 @@ def _named(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _check_rl(arguments: list[str]) -> None:
+    loaded = load_config(arguments, "verlite check")
     from verlite.config.plan import make_plan
     from verlite.config.problems import notes_text
     from verlite.terminal import console
-    from verlite.trainer.opening import try_rl
+    from verlite.trainer.opening import try_rl  # numpy and Arrow: not for a refused key
 
-    loaded = load_config(arguments, "verlite check")
     out = console()
     if loaded.notes:
         out.print(notes_text(loaded.notes), soft_wrap=True)
