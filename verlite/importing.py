@@ -3,6 +3,8 @@
 Only the standard library is imported, because reward processes start with this file.
 """
 
+import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -23,6 +25,25 @@ VERL_HINT = (
     f"verl is not installed. For reward functions, data sets, samplers and tools verlite can take "
     f"its place: set the environment variable {VERL_VARIABLE}=1 (docs/migration/verl.md)"
 )
+
+
+def import_ahead(*modules: str) -> None:
+    """Import modules before they are needed.
+
+    Errors are ignored: a broken import fails again where the module is needed.
+
+    Garbage collection is off meanwhile, because imports create little garbage. For the driver's
+    modules this saves 0.9 of 5.4 s of CPU time (minima of six alternating runs).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for module in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class SignalExit(SystemExit):

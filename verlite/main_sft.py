@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from verlite.config.commands import SFT, Command
 from verlite.config.load import main_argv
+from verlite.importing import import_ahead
 from verlite.trainer import command
 from verlite.trainer.stop import Stop
 
@@ -48,6 +49,7 @@ def tune(argv: list[str] | None, keys: Command, task: Callable[[], "Task"], usag
     arguments = sys.argv[1:] if argv is None else argv
 
     def run_to_end(loaded: "LoadedConfig[TuningConfig]", stop: Stop) -> int:
+        import_ahead("verlite.sft.train")
         from verlite.sft import train
 
         return train.run_to_end(loaded, task(), stop)

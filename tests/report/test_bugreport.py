@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import zipfile
 from collections import namedtuple
 from pathlib import Path
@@ -77,6 +79,21 @@ def test_columns_are_as_wide_as_the_longest_name():
         "problem  CUDA_VISIBLE_DEVICES  0\n"
         "                               unset it"
     )
+
+
+def test_doctor_says_that_packages_are_compiled_in_every_process(tmp_path, monkeypatch):
+    source = tmp_path / "large_package" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "COMPILED", ("large_package", "no_such_package"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert list(doctor._bytecode()) == []  # the first process writes it
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    [found] = doctor._bytecode()
+    assert found.level == "note" and "none of large_package, and" in found.text
+    subprocess.run(found.remedy.split(), check=True, timeout=60)
+    assert list(doctor._bytecode()) == []
 
 
 @pytest.fixture

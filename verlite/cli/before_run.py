@@ -92,6 +92,9 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     for problem in loaded.lacking:
         note = f"note: for one process here: {problem.brief()}"
         out.print(note, soft_wrap=True, highlight=False)
+    from verlite.importing import import_ahead
+
+    import_ahead("verlite.sft.dpo")
     from verlite.sft.dpo import TASK as PAIRS
     from verlite.sft.run import tuning_preflight
     from verlite.sft.train import TASK as EXAMPLES

@@ -1,8 +1,6 @@
 """The Ray actor around one worker. It prepares the process before the worker's code is loaded."""
 
 import faulthandler
-import gc
-import importlib
 import os
 import pickle
 import signal
@@ -22,7 +20,7 @@ from verlite.controller import debugger, guardian, node, ray_internals
 from verlite.controller.heartbeat import Sender
 from verlite.controller.records import Failed, ProcessInfo, WorkerSpec
 from verlite.files import tolerate_full_disk
-from verlite.importing import SignalExit
+from verlite.importing import SignalExit, import_ahead
 from verlite.threads import cores, share, use
 
 if TYPE_CHECKING:
@@ -158,25 +156,6 @@ def _split_arguments(
     """Return (positional arguments, keyword arguments)."""
     count = len(values) - len(names)
     return values[:count], dict(zip(names, values[count:], strict=True))
-
-
-def import_ahead(*modules: str) -> None:
-    """Import modules before they are needed.
-
-    Errors are ignored: a broken import fails again where the module is needed.
-
-    Garbage collection is off meanwhile, because imports create little garbage. For the driver's
-    modules this saves 0.9 of 5.4 s of CPU time (minima of six alternating runs).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        for module in modules:
-            with suppress(Exception):
-                importlib.import_module(module)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Sigterm(SignalExit):

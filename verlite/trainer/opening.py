@@ -23,7 +23,7 @@ from verlite.config.schema import Config
 from verlite.config.sft import TuningConfig
 from verlite.controller import supervisor_file
 from verlite.files import RetryingWriter, free_text
-from verlite.importing import names_a_file
+from verlite.importing import import_ahead, names_a_file
 from verlite.trainer import checkpoints
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.preflight import DIRECTORY, PHASES, RL, ROWS, Findings, Preflight, walk
@@ -55,6 +55,7 @@ def rl_preflight(config: Config, first: int | None = None) -> Preflight:
 def try_rl(config: Config) -> Findings:
     """Collect the findings of all checks of main_ppo, without Ray, as `verlite check` does."""
     found = rl_preflight(config, ROWS)
+    import_ahead("verlite.engine.family")
     with environment(config.ray_kwargs.ray_init.runtime_env.env_vars):
         walk(found, *PHASES)
     return found.findings
