@@ -1,20 +1,24 @@
 """Seconds from the start of the process to the end of the first step of the small workload, by
-phase, for each engine.
+phase, for each engine; and the CPU seconds of commands that end before that.
 
-python recipes/benchmark/startup.py [--rounds 3] [--engines hf vllm]
+python recipes/benchmark/startup.py [--rounds 3] [--engines hf vllm] [--before CHECKOUT]
 
 vLLM compiles a new model once and caches the result. Its first round has an empty cache and is
-reported separately.
+reported separately. --before measures another checkout of verlite with the same Python in turns.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 from report import keep
-from step import MILESTONES, verlite
+from step import MILESTONES, overrides, verlite
 from workload import BUILD, model_of
 
 WORKLOAD = "wtiny"
@@ -42,24 +46,41 @@ def parts(run: dict) -> dict[str, float]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"])
-    args = parser.parse_args()
-    model_of(WORKLOAD)
-    runs: dict[str, list[dict]] = {engine: [] for engine in args.engines}
-    with tempfile.TemporaryDirectory(dir=BUILD) as cache:
-        os.environ["VLLM_CACHE_ROOT"] = cache
-        for number in range(args.rounds + 1):
-            for engine in args.engines:
-                runs[engine].append(verlite(WORKLOAD, 1, engine))
-                print(
-                    f"round {number}, {engine}: {runs[engine][-1]['first_step']:.1f} s", flush=True
-                )
-    found = {
+def commands(folder: Path) -> dict[str, list[str]]:
+    """Return the arguments of Python for each command that is measured."""
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "3+4=", "response": "7"}\n' * 64, encoding="utf-8")
+    check = ["-m", "verlite", "check"]
+    return {
+        "verlite --help": ["-m", "verlite", "--help"],
+        "verlite check, a refused key": [*check, "no.such.key=1"],
+        "verlite check": [*check, *overrides(WORKLOAD, 1, folder / "run", "hf")],
+        "main_sft, one step of 64 short rows, and the export": [
+            "-m",
+            "verlite.main_sft",
+            f"data.train_files={rows}",
+            f"model.path={model_of(WORKLOAD)}",
+            "data.train_batch_size=64",
+            "trainer.total_training_steps=1",
+            f"trainer.default_local_dir={folder / 'sft'}",
+            "trainer.resume_mode=disable",
+        ],
+    }
+
+
+def cpu_seconds(arguments: list[str]) -> float:
+    """Return the CPU seconds of a command and its children."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode not in (0, 2):
+        raise SystemExit(f"{' '.join(arguments)}\n{done.stdout}{done.stderr}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def summary(runs: dict[str, list[dict]], cpu: dict[str, list[float]]) -> dict:
+    """Return the medians. The first round is left out."""
+    return {
         engine: {
             "seconds": statistics.median(run["first_step"] for run in done[1:]),
             "seconds_at_first": done[0]["first_step"],
@@ -68,9 +89,43 @@ def main() -> None:
             },
         }
         for engine, done in runs.items()
-    }
-    keep("startup", {"rounds": args.rounds, **found})
-    print(json.dumps(found, indent=1))
+        if done
+    } | {"cpu": {name: statistics.median(seconds[1:]) for name, seconds in cpu.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", nargs="*", choices=("hf", "vllm"), default=["hf", "vllm"])
+    parser.add_argument("--before", type=Path, help="checkout of an earlier commit")
+    args = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    checkouts = {"now": Path(__file__).resolve().parents[2]}
+    if args.before:
+        checkouts = {"before": args.before.resolve(), **checkouts}
+    model_of(WORKLOAD)
+    runs: dict[str, dict[str, list[dict]]] = {}
+    cpu: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+        for number in range(args.rounds + 1):
+            for which, checkout in checkouts.items():
+                os.environ["PYTHONPATH"] = str(checkout)
+                os.environ["VLLM_CACHE_ROOT"] = f"{scratch}/{which}"
+                for name, arguments in commands(Path(scratch)).items():
+                    took = cpu_seconds(arguments)
+                    cpu.setdefault(which, {}).setdefault(name, []).append(took)
+                    print(f"round {number}, {which}, {name}: {took:.2f} s of CPU", flush=True)
+                for engine in args.engines:
+                    run = verlite(WORKLOAD, 1, engine)
+                    runs.setdefault(which, {}).setdefault(engine, []).append(run)
+                    took = run["first_step"]
+                    print(f"round {number}, {which}, {engine}: {took:.1f} s", flush=True)
+    found = {which: summary(runs.get(which, {}), cpu[which]) for which in checkouts}
+    measured = {"rounds": args.rounds, **found.pop("now"), **found}
+    keep("startup", measured)
+    print(json.dumps(measured, indent=1))
 
 
 if __name__ == "__main__":

@@ -335,23 +335,33 @@ def _workers(found: dict[str, Any]) -> str:
 
 def _startup(found: dict[str, Any]) -> str:
     engines = [name for name in ("hf", "vllm") if name in found]
+    before = found.get("before", {})
+
+    def row(text: str, key: str) -> tuple[str, ...]:
+        return (text, *(_before(before.get(e, {}).get(key), found[e][key], 1) for e in engines))
+
     rows = [
         (part, *(f"{found[engine]['parts'][part]:.1f} s" for engine in engines))
-        for part in found[engines[0]]["parts"]
+        for part in (found[engines[0]]["parts"] if engines else ())
     ]
-    rows.append(
-        (
-            "to the end of the first step",
-            *(f"{found[engine]['seconds']:.1f} s" for engine in engines),
-        )
+    rows.append(row("to the end of the first step", "seconds"))
+    rows.append(row("the same with empty caches", "seconds_at_first"))
+    cpu = [
+        (name, _before(before.get("cpu", {}).get(name), seconds, 2))
+        for name, seconds in found.get("cpu", {}).items()
+    ]
+    return "\n".join(
+        [
+            table(("starting, wtiny", *(f"engine {engine}" for engine in engines)), rows),
+            *([table(("command", "CPU"), cpu)] if cpu else []),
+        ]
     )
-    rows.append(
-        (
-            "the same with empty caches",
-            *(f"{found[engine]['seconds_at_first']:.1f} s" for engine in engines),
-        )
-    )
-    return table(("starting, wtiny", *(f"engine {engine}" for engine in engines)), rows)
+
+
+def _before(before: float | None, now: float, digits: int) -> str:
+    """Return seconds, after those of the commit before if they are known."""
+    shown = f"{now:.{digits}f} s"
+    return shown if before is None else f"{before:.{digits}f} -> {shown}"
 
 
 def _watchers(found: dict[str, Any]) -> str:
