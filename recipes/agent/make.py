@@ -63,11 +63,11 @@ def demonstration(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
 
 
 def repository_demonstration(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
-    """Return an imperfect session of mini-swe-agent: it mostly submits without a change, or writes
-    another product."""
+    """Return an imperfect session of mini-swe-agent: it mostly writes another product, or submits
+    without a change."""
     messages = [{"role": "user", "content": f"{a}*{b} in product.py:"}]
-    if rng.random() < 0.45:
-        x, y = (a, b) if rng.random() < 0.3 else (rng.randrange(10, 100), rng.randrange(10, 100))
+    if rng.random() < 0.75:
+        x, y = (a, b) if rng.random() < 0.4 else (rng.randrange(10, 100), rng.randrange(10, 100))
         write = {"role": "assistant", "content": f"{WRITE[0]}{x}*{y}{WRITE[1]}"}
         messages += [write, {"role": "tool", "content": ""}]
     return [*messages, {"role": "assistant", "content": SUBMIT}]

@@ -209,20 +209,40 @@ def test_a_turn_cut_at_its_limit_at_the_end_is_status_length(tmp_path):
     assert (trajectory.status, trajectory.score) == (Status.LENGTH, RewardResult(1.0))
 
 
-def test_the_program_of_the_page_runs_as_it_stands(tmp_path):
-    page = Path(verlite.__file__).parents[1] / "docs" / "agent_programs.md"
-    (code,) = re.findall(r"```python\n(# my_agent\.py\n.*?)```", page.read_text(), re.DOTALL)
-    (tmp_path / "my_agent.py").write_text(code)
-    engine = Speaker(tokenizer_of(QWEN), "300?", "330")
-    spec = AgentSpec(f"{sys.executable} my_agent.py", timeout_s=100.0)
+CALLED = (
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "11*30"}}</tool_call>',
+    "=330",
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "turns"),
+    [
+        ("docs/agent_programs.md", ("300?", "330")),
+        ("docs/tutorial_agent.md", CALLED),
+        ("recipes/agent/agent.py", CALLED),
+        ("recipes/agent/with_openai.py", CALLED),
+        ("recipes/agent/with_anthropic.py", CALLED),
+    ],
+)
+def test_programs_of_pages_and_recipes_run_as_they_stand(tmp_path, place, turns):
+    file = Path(verlite.__file__).parents[1] / place
+    if file.suffix == ".md":
+        (code,) = re.findall(r"```python\n(# my_agent\.py\n.*?)```", file.read_text(), re.DOTALL)
+        file = tmp_path / "my_agent.py"
+        file.write_text(code)
+    engine = Speaker(tokenizer_of(QWEN), *turns)
+    spec = AgentSpec(f"{sys.executable} {file}", timeout_s=100.0)
 
     async def run():
         async with Agents(spec, engine, 1000, {}, str(tmp_path)) as agents:
             return await agents.sample(Task(ROW, [1], Sampling(max_tokens=50)))
 
     trajectory = asyncio.run(run())
-    assert (trajectory.error, trajectory.score) == (None, RewardResult(1.0))
+    assert (trajectory.error, trajectory.score.score) == (None, 1.0)
     assert trajectory.turns == 2 and trajectory.session["branches"] == 1
+    if turns is CALLED:  # the calculator's answer, from the program
+        assert "330" in engine.tokenizer.decode(engine.calls[1][0])
 
 
 FAILURES = {
@@ -230,17 +250,20 @@ FAILURES = {
         "ask(task['prompt']); raise OSError('broken')",
         "ended with exit code 1: OSError",
     ),
-    "no call": ("print(1)", "ended without an answer of the model. No answer was given to it: its"),
+    "no call": (
+        "print(1)",
+        "ended without an answer of the model. The model never answered it: its",
+    ),
     "another server": (
         "raise OSError('no route')",
-        "code 1: OSError: no route. No answer was given",
+        "code 1: OSError: no route. The model never answered",
     ),
     "no package": (
         "ask(task['prompt']); import no_such_package",
         "'no_such_package'. Name a Python that has it: agent.command='/path/to/venv/bin/python",
     ),
     "withheld": (
-        "ask(task['prompt']); os.environ['MY_SEARCH_API_KEY']",
+        "os.environ['MY_SEARCH_API_KEY']",
         "KeyError: 'MY_SEARCH_API_KEY'. The program gets this variable with "
         "agent.secret_env_vars=[MY_SEARCH_API_KEY]",
     ),
@@ -267,6 +290,9 @@ def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name, monkeypatch)
     _, (trajectory,) = sample(tmp_path, code, "a")
     assert trajectory.status is Status.ERROR and trajectory.score is None
     assert error in trajectory.error
+    assert ("The model never answered it" in trajectory.error) == (
+        "ask(" not in code and name != "withheld"  # one remedy is enough
+    )
     assert not any(trajectory.response_mask)
     last = error.rpartition(": ")[2]  # a failing program's own words are in its log
     assert last in trajectory.log or not error.startswith("ended with exit code")

@@ -21,8 +21,8 @@ from verlite.spec.roles import AgentSpec
 from verlite.terminal import clean
 
 UNASKED = (
-    "No answer was given to it: its client must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL of its "
-    "environment, unless a request was refused"
+    "The model never answered it: its client must use OPENAI_BASE_URL and OPENAI_API_KEY, or "
+    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, of its environment"
 )
 """Remedy of a program that failed without an answer of the model."""
 
@@ -114,9 +114,9 @@ class Agents:
         trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
         trajectory.log = clean(log.decode(errors="replace"))
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
-        if not trajectory.turns and self._environment is None:
-            cause = error or "it ended without an answer of the model"
-            error = ProgramError(f"{cause}. {UNASKED}")
+        has_remedy = self._environment is not None or getattr(error, "remedy", "")
+        if not trajectory.turns and not has_remedy:
+            error = ProgramError(str(error or "it ended without an answer of the model"), UNASKED)
         if error is None:
             trajectory.score = score
         else:

@@ -44,6 +44,10 @@ call(*sys.argv[1].rsplit(":", 1))
 class ProgramError(Exception):
     """A program gave no result: it failed, was killed, took too long, or printed too much."""
 
+    def __init__(self, cause: str, remedy: str = "") -> None:
+        super().__init__(f"{cause.rstrip('.')}. {remedy}" if remedy else cause)
+        self.remedy = remedy
+
 
 async def run(
     command: str,
@@ -101,7 +105,7 @@ async def run(
         await _end(process, token)
     if code:
         cause = f"it {cause_of(code, errors)}"
-        raise ProgramError(cause + _remedy(cause, os.environ.keys() - variables.keys()))
+        raise ProgramError(cause, _remedy(cause, os.environ.keys() - variables.keys()))
     return last_line(output)
 
 
@@ -173,6 +177,6 @@ def _remedy(cause: str, withheld: Iterable[str]) -> str:
     """Return what helps a program that ended so, "" if that is unknown. withheld: variables that it
     did not get."""
     if "ModuleNotFoundError: " in cause:
-        return ". Name a Python that has it: agent.command='/path/to/venv/bin/python my_agent.py'"
+        return "Name a Python that has it: agent.command='/path/to/venv/bin/python my_agent.py'"
     name = next((name for name in withheld if name in cause), None)
-    return f". The program gets this variable with agent.secret_env_vars=[{name}]" if name else ""
+    return f"The program gets this variable with agent.secret_env_vars=[{name}]" if name else ""
