@@ -140,3 +140,30 @@ def test_one_that_cannot_start_says_why_to_all(monkeypatch, code, python, cause)
 
     errors, once = asyncio.run(asyncio.wait_for(inside(), 120))
     assert once == 1 and all(cause in str(error) for error in errors)
+
+
+def test_another_loop_may_start_a_process_at_the_same_moment(monkeypatch):
+    """Then uvloop raises this, before it forks."""
+    start, refusals = asyncio.create_subprocess_exec, ["process", "process"]
+
+    async def racing(*arguments, **options):
+        if refusals:
+            raise RuntimeError(f"Racing with another loop to spawn a {refusals.pop()}.")
+        return await start(*arguments, **options)
+
+    async def main():
+        process = await own_process.start_kept("print('said')", [], 2.0, None, {})
+        output, _ = await process.communicate()
+        return output
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", racing)
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == b"said\n" and not refusals
+
+
+def test_other_errors_of_a_start_are_raised(monkeypatch):
+    async def refuse(*_, **__):
+        raise RuntimeError("no loop")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    with pytest.raises(RuntimeError, match="no loop"):
+        asyncio.run(own_process.start_kept("", [], 2.0, None, {}))

@@ -77,16 +77,24 @@ async def start_kept(
     """
     path = json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path])
     own = (str(os.getpid()), str(int(memory_gb * (1 << 30))), path)
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", _SPLIT + code, *own, *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=folder,
-        env=variables,
-        start_new_session=True,
-        limit=MAX_LINE,
-    )
+    while True:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-c", _SPLIT + code, *own, *arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=folder,
+                env=variables,
+                start_new_session=True,
+                limit=MAX_LINE,
+            )
+        except RuntimeError as error:
+            # uvloop, the loop of Ray's actors, refuses while another thread's loop starts a
+            # process: asynchronous training samples and validates in two loops.
+            if not str(error).startswith("Racing"):
+                raise
+            await asyncio.sleep(0.01)
 
 
 async def end_kept(process: asyncio.subprocess.Process) -> None:

@@ -236,7 +236,7 @@ def test_programs_of_pages_and_recipes_run_as_they_stand(tmp_path, place, turns)
 
     async def run():
         async with Agents(spec, engine, 1000, {}, str(tmp_path)) as agents:
-            return await agents.sample(Task(ROW, [1], Sampling(max_tokens=50)))
+            return await agents.sample(Task(ROW, [1], Sampling(max_tokens=200)))
 
     trajectory = asyncio.run(run())
     assert (trajectory.error, trajectory.score.score) == (None, 1.0)

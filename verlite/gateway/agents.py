@@ -114,8 +114,8 @@ class Agents:
         trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
         trajectory.log = clean(log.decode(errors="replace"))
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
-        has_remedy = self._environment is not None or getattr(error, "remedy", "")
-        if not trajectory.turns and not has_remedy:
+        needs_remedy = self._environment is None and not getattr(error, "remedy", "")
+        if needs_remedy and not trajectory.turns:
             error = ProgramError(str(error or "it ended without an answer of the model"), UNASKED)
         if error is None:
             trajectory.score = score
