@@ -78,8 +78,8 @@ def cpu_seconds(arguments: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def summary(runs: dict[str, list[dict]], cpu: dict[str, list[float]]) -> dict:
-    """Return the medians. The first round is left out."""
+def summary(runs: dict[str, list[dict]]) -> dict:
+    """Return the medians of each engine. The first round is left out."""
     return {
         engine: {
             "seconds": statistics.median(run["first_step"] for run in done[1:]),
@@ -89,8 +89,7 @@ def summary(runs: dict[str, list[dict]], cpu: dict[str, list[float]]) -> dict:
             },
         }
         for engine, done in runs.items()
-        if done
-    } | {"cpu": {name: statistics.median(seconds[1:]) for name, seconds in cpu.items()}}
+    }
 
 
 def main() -> None:
@@ -111,7 +110,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         for number in range(args.rounds + 1):
             for which, checkout in checkouts.items():
-                os.environ["PYTHONPATH"] = str(checkout)
+                os.chdir(checkout)  # `python -m` imports from here, and workers as the driver does
                 os.environ["VLLM_CACHE_ROOT"] = f"{scratch}/{which}"
                 for name, arguments in commands(Path(scratch)).items():
                     took = cpu_seconds(arguments)
@@ -122,10 +121,15 @@ def main() -> None:
                     runs.setdefault(which, {}).setdefault(engine, []).append(run)
                     took = run["first_step"]
                     print(f"round {number}, {which}, {engine}: {took:.1f} s", flush=True)
-    found = {which: summary(runs.get(which, {}), cpu[which]) for which in checkouts}
-    measured = {"rounds": args.rounds, **found.pop("now"), **found}
-    keep("startup", measured)
-    print(json.dumps(measured, indent=1))
+    took = {
+        which: {name: statistics.median(each[1:]) for name, each in by_name.items()}
+        for which, by_name in cpu.items()
+    }
+    keep("commands", {"rounds": args.rounds, "cpu_seconds": took})
+    if runs:
+        found = {which: summary(runs[which]) for which in checkouts}
+        keep("startup", {"rounds": args.rounds, **found.pop("now"), **found})
+    print(json.dumps(took, indent=1))
 
 
 if __name__ == "__main__":

@@ -342,20 +342,20 @@ def _startup(found: dict[str, Any]) -> str:
 
     rows = [
         (part, *(f"{found[engine]['parts'][part]:.1f} s" for engine in engines))
-        for part in (found[engines[0]]["parts"] if engines else ())
+        for part in found[engines[0]]["parts"]
     ]
     rows.append(row("to the end of the first step", "seconds"))
     rows.append(row("the same with empty caches", "seconds_at_first"))
-    cpu = [
-        (name, _before(before.get("cpu", {}).get(name), seconds, 2))
-        for name, seconds in found.get("cpu", {}).items()
+    return table(("starting, wtiny", *(f"engine {engine}" for engine in engines)), rows)
+
+
+def _commands(found: dict[str, Any]) -> str:
+    before = found["cpu_seconds"].get("before", {})
+    rows = [
+        (name, _before(before.get(name), seconds, 2))
+        for name, seconds in found["cpu_seconds"]["now"].items()
     ]
-    return "\n".join(
-        [
-            table(("starting, wtiny", *(f"engine {engine}" for engine in engines)), rows),
-            *([table(("command", "CPU"), cpu)] if cpu else []),
-        ]
-    )
+    return table(("command", "CPU"), rows)
 
 
 def _before(before: float | None, now: float, digits: int) -> str:
@@ -514,6 +514,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "controller": _controller,
     "controller_starts": _starts,
     "startup": _startup,
+    "commands": _commands,
     "watchers": _watchers,
     "overlap": _overlap,
     "neighbors_wtiny": _neighbors,
