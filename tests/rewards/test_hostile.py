@@ -208,8 +208,10 @@ def test_user_code_may_interrupt_what_it_starts() -> None:
 
 
 def test_output_and_processes_left_behind_are_limited(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("verlite.rewards.pool.LOOK_S", 0.0)
+
     def left() -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():

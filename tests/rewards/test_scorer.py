@@ -195,6 +195,58 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert [result.error for result in results] == [None, "Died", None, None, None, None]
 
 
+def test_only_a_call_that_killed_its_process_is_made_twice(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("""
+import os, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open(ground_truth, "a") as file: file.write(f"{solution_str} ")
+    if solution_str == "die": os._exit(3)
+    if solution_str == "raise": raise KeyError("lost")
+    time.sleep({"wait": 1.2, "hang": 600}.get(solution_str, 0))
+    return 1
+""")
+    names = list(RewardItem("", "", None).arguments())
+    texts = ["wait", "wait", "raise", "die", "hang", "a"]
+    one = pool.Pool(f"{path}:compute_score", names, 2.0, processes=1)
+    ran = tmp_path / "ran"
+    try:
+        results = one.run([item.arguments() for item in items(*texts, truth=str(ran))], 60.0)
+    finally:
+        one.close()
+    assert [result.error for result in results] == [
+        *[None, None, "KeyError", "Died", "Timeout", None]
+    ]
+    assert sorted(ran.read_text().split()) == sorted([*texts, "die"])
+
+
+def test_one_process_serves_fast_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "ALONE_S", 3600.0)
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(**row): return 1")
+    names = list(RewardItem("", "", None).arguments())
+    one = pool.Pool(f"{path}:compute_score", names, 20.0, processes=4)
+    try:
+        one.start(60.0)
+        results = one.run([item.arguments() for item in items(*"x" * 50)], 60.0)
+        assert results == [RewardResult(1.0)] * 50
+        assert len(one._idle) == 1
+    finally:
+        one.close()
+
+
+def test_the_processes_of_the_machine_are_not_searched_after_every_batch(
+    make: MakeScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = []
+    monkeypatch.setattr(pool, "LOOK_S", 3600.0)
+    monkeypatch.setattr(pool, "descendants", lambda pid: searched.append(pid) or [])
+    scorer = make("def compute_score(**row): return 1")
+    for _ in range(5):
+        assert scorer.score(items("a")) == [RewardResult(1.0)]
+    assert len(searched) == 1
+
+
 def test_functions_run_in_the_given_folder_if_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text(

@@ -1,5 +1,6 @@
 """A pool of reward processes. A process that hangs or dies is killed and replaced."""
 
+import fcntl
 import json
 import math
 import os
@@ -9,11 +10,12 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +39,13 @@ ASYNC_GRACE_S = 2.0
 MAX_EVENT_BYTES = 2 << 20
 """Longest line in the pipe of the results. `result.MAX_CHARACTERS` keeps results shorter."""
 MIN_MEMORY_GB = 4.0
+ALONE_S = 0.01
+"""How long a run's calls are served by its own thread and one process, before others help."""
 MAX_CHILDREN = 32
-"""A process that has started more processes and left them behind is replaced after a step."""
+"""A process that has started more processes and left them behind is replaced between two runs."""
+LOOK_S = 1.0
+"""Shortest time between two looks for such processes: each reads the state of every process of the
+machine."""
 END_S = 1.0
 """How long to wait for the end of a process that has closed its pipe."""
 
@@ -88,13 +95,12 @@ class Pool:
             memory_gb = max(MIN_MEMORY_GB, _memory_gb() / 2 / share / self.size)
         self._memory_bytes = int(memory_gb * (1 << 30))
         self._secret_env_vars = frozenset(secret_env_vars)
+        self._looked_at = -math.inf
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._has_loaded = False
         self._lock = threading.Lock()
         self._job: _Job | None = None
-        # The kernel ends a process together with the thread that started it. These threads live as
-        # long as the pool.
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="reward-pool")
 
     def start(self, limit_s: float) -> None:
@@ -114,17 +120,18 @@ class Pool:
         """
         with self._lock:
             self._job = job = _Job(calls, self.size, time.monotonic() + limit_s)
-            workers = min(self.size, max(1, len(calls)))
-            futures = [self._threads.submit(self._work, job) for _ in range(workers)]
             try:
-                wait(futures, return_when=FIRST_EXCEPTION)
+                self._work(job)
+                wait(job.helpers, return_when=FIRST_EXCEPTION)
             finally:
-                if not all(future.done() for future in futures):
+                if not all(helper.done() for helper in job.helpers):
                     self._cancel(job)
-                    wait(futures)
-            for future in futures:
-                future.result()
-            self._replace_parents()
+                    wait(job.helpers)
+            for helper in job.helpers:
+                helper.result()
+            if time.monotonic() - self._looked_at >= LOOK_S:
+                self._looked_at = time.monotonic()
+                self._replace_parents()
         return job.in_order()
 
     def _replace_parents(self) -> None:
@@ -157,9 +164,18 @@ class Pool:
         for process in list(self._busy):
             process.signal_kill()  # wakes the thread that waits for it
 
+    def _help(self, job: "_Job") -> None:
+        """Let other threads work on the job, with a process each."""
+        if job.alone_until < math.inf:
+            job.alone_until = math.inf
+            count = min(self.size, len(job.calls)) - 1
+            job.helpers += [self._threads.submit(self._work, job) for _ in range(count)]
+
     def _work(self, job: "_Job") -> None:
         """Score calls of the job in one process at a time, until none is left."""
         while job.has_work() or not (job.calls or self._idle):
+            if not self._idle or time.monotonic() >= job.alone_until:
+                self._help(job)
             process = self._take_process(job)
             if process is None:
                 return
@@ -179,7 +195,9 @@ class Pool:
                 process.kill()
         attempts = 1 + LOAD_RETRIES if self._has_loaded else 1
         for _ in range(attempts):
-            process = self._open()
+            # In a thread that lives as long as the pool, because the kernel ends a process together
+            # with the thread that started it. One is free, because the run's own thread works too.
+            process = self._threads.submit(self._open).result()
             self._busy.add(process)
             try:
                 event = process.next_event(job.deadline)
@@ -207,14 +225,20 @@ class Pool:
     def _score(self, process: "_Process", batch: list[Call], job: "_Job") -> bool:
         """Run calls in a process and store their results. False if the process must be replaced."""
         unfinished = dict(batch)
-        has_started = False
         grace_s = ASYNC_GRACE_S if process.concurrent else 0.0
         call_deadline = time.monotonic() + self.call_limit_s + grace_s
         self._busy.add(process)
         try:
             process.send(batch, min(call_deadline, job.deadline))
             while unfinished:
-                event = process.next_event(min(call_deadline, job.deadline))
+                deadline = min(call_deadline, job.deadline)
+                try:
+                    event = process.next_event(min(deadline, job.alone_until))
+                except TimeoutError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    self._help(job)
+                    continue
                 if event is None:
                     process.wait_end()
                     process.kill()
@@ -227,9 +251,6 @@ class Pool:
                             file=sys.stderr,
                         )
                     return False
-                if "start" in event:
-                    has_started = True
-                    continue
                 number, result = _read_result(event)
                 if number not in unfinished:
                     raise ValueError(f"it answered call {number!r:.40}, which it was not given")
@@ -238,12 +259,13 @@ class Pool:
                 job.results[number] = result
                 del unfinished[number]
         except ValueError as error:
-            job.fail(unfinished, has_started, "Died", f"the reward process was killed: {error}")
+            is_read = process.has_read()
+            job.fail(unfinished, is_read, "Died", f"the reward process was killed: {error}")
             return False
         except TimeoutError:
             if not job.is_over():
                 reason = f"no score within {self.call_limit_s:g} s; its process was killed"
-                job.fail(unfinished, has_started, "Timeout", reason)
+                job.fail(unfinished, process.has_read(), "Timeout", reason)
             return False
         finally:
             self._busy.discard(process)
@@ -297,6 +319,8 @@ class _Job:
     def __init__(self, calls: Sequence[dict[str, Any]], size: int, deadline: float) -> None:
         self.calls = calls
         self.deadline = deadline
+        self.alone_until = time.monotonic() + ALONE_S  # inf: others help
+        self.helpers: list[Future[None]] = []
         self.results: dict[int, RewardResult] = {}
         self._waiting = deque(enumerate(calls))
         self._repeated: deque[Call] = deque()
@@ -383,6 +407,11 @@ class _Process:
             while left:
                 _wait(poll, deadline)
                 left = left[os.write(self._input.fileno(), left) :]
+
+    def has_read(self) -> bool:
+        """Return whether the process has read, and so begun, all calls that it was sent."""
+        unread = fcntl.ioctl(self._input, termios.FIONREAD, bytes(4))
+        return not any(unread)
 
     def next_event(self, deadline: float) -> dict[str, Any] | None:
         """Wait for the next event; None if the process ended.

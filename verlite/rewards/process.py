@@ -17,7 +17,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from verlite import keeper
@@ -152,7 +152,7 @@ def main() -> None:
         if result.error == "MemoryError":
             size = f"{memory_bytes / (1 << 30):.1f} GiB (reward.process_memory_gb)"
             result = replace(result, traceback=f"{result.traceback}The limit was {size}")
-        report(done=number, **asdict(result))
+        report(done=number, **vars(result))
 
     try:
         function = load(target, argument_names)
@@ -166,7 +166,6 @@ def main() -> None:
         await asyncio.gather(*(score_one(number, arguments) for number, arguments in batch))
 
     async def score_one(number: int, arguments: dict[str, Any]) -> None:
-        report(start=number)
         report_result(number, await _await(function(**arguments), limit_s))
 
     # One event loop serves all calls, so clients that the user's file keeps stay usable.
@@ -176,7 +175,6 @@ def main() -> None:
                 runner.run(score_together(batch))
                 continue
             for number, arguments in batch:
-                report(start=number)
                 # Called outside the event loop, because the function may run its own.
                 try:
                     value = function(**arguments)
