@@ -22,8 +22,8 @@ or from a signal that stops the run. In workers let SignalExit pass, too."""
 VERL_VARIABLE = "VERLITE_VERL_COMPAT"
 """If this environment variable is 1, `verlite.compat` takes the place of a verl that is missing."""
 VERL_HINT = (
-    f"verl is not installed. For reward functions, data sets, samplers and tools verlite can take "
-    f"its place: set the environment variable {VERL_VARIABLE}=1 (docs/migration/verl.md)"
+    f"verl is not installed. For reward functions, data sets, samplers, tools and agent loops "
+    f"verlite can take its place: set the environment variable {VERL_VARIABLE}=1 (docs/migration/verl.md)"
 )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from verlite.config import ConfigError
 from verlite.config.load import compose
+from verlite.config.plan import make_plan
 from verlite.importing import VERL_VARIABLE
 
 MANAGER = """
@@ -116,3 +117,38 @@ def test_without_the_variable_the_remedy_names_it(key: str, remedy: str) -> None
         load(key)
     (problem,) = caught.value.problems
     assert f"{VERL_VARIABLE}=1" in problem.remedy and remedy in problem.remedy
+
+
+LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml"
+
+
+def test_a_file_of_agent_loops(compat: None) -> None:
+    turns = f"{MULTI_TURN}.max_assistant_turns=5"
+    named = "actor_rollout_ref.rollout.agent.default_agent_loop=mine"
+    own = f"+{MULTI_TURN}.chunk=3"
+    loaded = load(LOOPS, turns, named, own, TOOLS, "data.max_response_length=77")
+    kwargs = dict(loaded.config.env.kwargs)
+    config = kwargs.pop("config")
+    assert loaded.config.env.name == "verlite.compat.loops:VerlLoops"
+    assert kwargs == {
+        "agent_loop_config_path": "loops.yaml",
+        "default_agent_loop": "mine",
+        "tool_config_path": "tools.yaml",
+    }
+    rollout = config["actor_rollout_ref"]["rollout"]
+    assert config["actor_rollout_ref"]["model"]["path"] == "model"
+    assert rollout["response_length"] == config["data"]["max_response_length"] == 77
+    assert (rollout["multi_turn"]["max_assistant_turns"], rollout["multi_turn"]["chunk"]) == (5, 3)
+    assert rollout["multi_turn"]["format"] == "hermes"  # verl's default
+    assert rollout["agent"]["num_workers"] == 8
+    plan = make_plan(loaded.config, "cpu", count_rows=False)
+    assert plan.longest_response == plan.longest_sequence - 1
+    assert "the agent loop of loops.yaml: answers of up to 77 tokens" in plan.turns
+
+
+def test_verls_own_loop_for_tools_is_the_environment_of_tools(compat: None) -> None:
+    named = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
+    config = load(TOOLS, named, f"{MULTI_TURN}.max_user_turns=2").config
+    assert (config.env.name, config.max_turns) == ("verlite.compat.tools:VerlTools", 2)
+    with pytest.raises(ConfigError, match="default_agent_loop"):
+        load(named)

@@ -132,3 +132,70 @@ def test_a_run_with_a_data_set_a_tool_and_a_manager_for_verl(tmp_path: Path) -> 
     for sample in samples:
         turns = 1 + len(sample["transcript"])
         assert sample["score"] == 3 * 0.5 * turns
+
+
+LOOP = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+
+@register("twice")
+class Twice(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        prompt = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        ids, mask = list(prompt), []
+        for told in ([], self.tokenizer.encode("?", add_special_tokens=False)):
+            ids, mask = ids + told, mask + [0] * len(told)
+            asked = self.server_manager.generate(
+                request_id="1", prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": 4}
+            )
+            output = await asked
+            ids, mask = ids + output.token_ids, mask + [1] * len(output.token_ids)
+        limit = self.config.actor_rollout_ref.rollout.response_length
+        return AgentLoopOutput(
+            prompt_ids=prompt, response_ids=ids[len(prompt):][:limit], response_mask=mask[:limit],
+            num_turns=4, reward_score=float(len(set(ids))), metrics={},
+        )
+"""
+
+
+def test_a_run_with_an_agent_loop_for_verl(tmp_path: Path) -> None:
+    (tmp_path / "loop_code.py").write_text(LOOP)
+    (tmp_path / "loops.yaml").write_text("- {name: twice, _target_: loop_code.Twice}")
+    model = tiny_model(tmp_path / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(model)
+    overrides = [
+        f"data.train_files={write_sums(tmp_path / 'train.parquet', 8)}",
+        "data.train_batch_size=2",
+        "data.max_prompt_length=40",
+        "data.max_response_length=24",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        f"{ROLLOUT}.name=hf",
+        f"{ROLLOUT}.n=2",
+        f"{ROLLOUT}.multi_turn.enable=True",
+        f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop=twice",
+        f"{ROLLOUT}.agent.num_workers=2",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=1",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.export_hf=false",
+        "trainer.total_training_steps=2",
+        "trainer.rollouts_per_step=-1",
+    ]
+    environment = {VERL_VARIABLE: "1", "PYTHONPATH": str(tmp_path)}
+    log = tmp_path / "run.log"
+    run = Launch(tmp_path / "run", overrides, log, environment=environment, forked=True)
+    assert run.wait() == 0, run.text()
+    lines = run.metrics()
+    assert [line["env/status/error"] for line in lines] == [0, 0]
+    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in lines)
+    written = (run.run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()
+    for sample in map(json.loads, written):
+        assert [who for who, _ in sample["transcript"]] == ["model", "tool", "model"]
+        assert sample["score"] > 1

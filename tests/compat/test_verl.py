@@ -100,7 +100,7 @@ def test_an_installed_verl_is_used(
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("verl.experimental.agent_loop.agent_loop", "Agent loops are not supported yet"),
+        ("verl.experimental.agent_loop.tool_agent_loop", "Derive a loop of your own"),
         ("verl.utils.reward_score.my_fork", "docs/migration/verl.md"),
         ("verl.tools.search_tool", "env.name=search"),
         ("verl.utils.reward_score.prime_math.math_normalize", "prime_math.grade_answer"),

@@ -25,6 +25,8 @@ PLACES = {
     "tools": "verl.tools verl.tools.{base_tool,gsm8k_tool,schemas,tool_registry} "
     "verl.tools.sandbox_fusion_tools",
     "loop_managers": f"{_LOOP} {_MANAGERS} {_MANAGERS}.{{base,dapo,naive,registry}}",
+    "loops": "verl.experimental.agent_loop verl.experimental.agent_loop.{agent_loop,tool_parser} "
+    "verl.utils.profiler verl.workers.rollout.{llm_server,replica}",
     "managers": "verl.workers.reward_manager "
     "verl.workers.reward_manager.{abstract,batch,dapo,naive,prime,registry}",
     "datasets": "verl.experimental.dataset.sampler "
@@ -57,8 +59,8 @@ MODULES = {
 
 
 MISSING: dict[str, str] = {
-    "verl.experimental.agent_loop": "Agent loops are not supported yet: write an environment "
-    "(docs/agents.md).",
+    "verl.experimental.agent_loop": "Derive a loop of your own from AgentLoopBase; "
+    "multi_turn.tool_config_path plays tools without one.",
     f"{_MANAGERS}.limited": "Limit the calls in your own reward function.",
     f"{_MANAGERS}.RateLimitedRewardManager": "Limit the calls in your own reward function.",
     f"{_MANAGERS}.remote": "reward.remote.url scores in a service (docs/reward_service.md).",
@@ -66,7 +68,8 @@ MISSING: dict[str, str] = {
     "(docs/reward_service.md).",
     f"{_LOOP}.RewardModelManager": "Serve a reward model: reward.remote.url "
     "(docs/reward_service.md).",
-    "verl.interactions": "Interactions are not supported: write an environment (docs/agents.md).",
+    "verl.interactions": "Call the simulated user in the run() of your own AgentLoopBase, or write "
+    "an environment (docs/agents.md).",
     "verl.tools.mcp": "Call the server in execute() of a tool that derives from BaseTool.",
     "verl.utils.reward_score.prime_math.math_normalize": "Compare answers with "
     "verl.utils.reward_score.prime_math.grade_answer.",

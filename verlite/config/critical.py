@@ -65,9 +65,9 @@ FILES = {
 """Files that change results by the key of their folder: those read whole, and those of weights."""
 SAMPLE_BYTES = 1 << 16
 """Bytes that are read at eight places of a file of weights."""
-TOOLS = "tool_config_path"
-"""Entry of `env.kwargs` of the environment VERL_TOOLS: a file."""
-VERL_TOOLS = "verlite.compat.tools:VerlTools"
+VERL_FILES = ("tool_config_path", "agent_loop_config_path")
+"""Entries of `env.kwargs` of the environments for verl's code (VERL): files."""
+VERL = "verlite.compat."
 ROWS = (
     *("train_files", "train_batch_size", "train_max_samples", "max_length", "truncation"),
     *("prompt_key", "response_key", "messages_key", "tools_key", "chosen_key", "rejected_key"),
@@ -175,10 +175,11 @@ def _environment(config: Config) -> dict[str, Any]:
     }
     if config.env.name == "search":
         settings["retriever.topk"] = config.retriever.topk
-    tools = config.env.kwargs.get(TOOLS)
-    if config.env.name == VERL_TOOLS and isinstance(tools, str):
+    files = {name: config.env.kwargs.get(name) for name in VERL_FILES}
+    named = {name: _digest(file) for name, file in files.items() if isinstance(file, str)}
+    if named and config.env.name.startswith(VERL):
         others = {name: repr(value) for name, value in config.env.kwargs.items()}
-        settings[TOOLS_CONTENT] = others | {TOOLS: _digest(tools)}
+        settings[TOOLS_CONTENT] = others | named
     return settings
 
 

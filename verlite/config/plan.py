@@ -637,6 +637,10 @@ def clip_range(actor: ActorConfig) -> tuple[float, float]:
     return _first(low, actor.clip_ratio), _first(high, actor.clip_ratio)
 
 
+LOOPS = "verlite.compat.loops:VerlLoops"
+"""env.name of verl's agent loops."""
+
+
 def max_turns(config: Config) -> int:
     """Return the tool calls allowed per sample; 0 without do_search."""
     return config.max_turns if config.do_search else 0
@@ -681,6 +685,13 @@ def scores_itself(config: Config) -> bool:
     return program(config) is not None and config.agent.reward == "program"
 
 
+def decides_turns(config: Config) -> str:
+    """Return the code that asks the model as often as it likes, in words; "" if there is none."""
+    if max_turns(config) and config.env.name == LOOPS:
+        return f"the agent loop of {config.env.kwargs.get('agent_loop_config_path')}"
+    return program(config) or ""
+
+
 def longest_prompt(config: Config) -> tuple[str, int]:
     """Return the key that limits the first prompt, and its value in tokens."""
     if max_turns(config) and config.data.max_start_length is not None:
@@ -703,7 +714,7 @@ def worst_case(config: Config) -> int:
 
 def _longest_response(config: Config) -> int:
     data = config.data
-    if program(config):
+    if decides_turns(config):
         return longest_sequence(config) - 1
     if not max_turns(config):
         return data.max_response_length
@@ -713,9 +724,10 @@ def _longest_response(config: Config) -> int:
 def length_arithmetic(config: Config) -> str:
     """Return the arithmetic of the longest sample, and what happens to samples that do not fit."""
     data = config.data
-    if named := program(config):
+    code = decides_turns(config)
+    if code:
         return (
-            f"{named}: answers of up to {data.max_response_length} "
+            f"{code}: answers of up to {data.max_response_length} "
             f"tokens, conversations of up to {longest_sequence(config)} "
             "(data.max_prompt_length + data.max_response_length)"
         )

@@ -1,8 +1,8 @@
 """Keys with which a verl command names code of the user's, as the keys that verlite has for it.
 
 `+data.KEY=value` beside a data set or sampler of the user's becomes `data.extra.KEY`. With
-VERLITE_VERL_COMPAT=1, a reward manager class and a YAML file of tools become what
-docs/migration/verl.md gives for them.
+VERLITE_VERL_COMPAT=1, a reward manager class and YAML files of tools and of agent loops become
+what docs/migration/verl.md gives for them.
 """
 
 import ast
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verlite.config import plan, translation
 from verlite.config.commands import Command
 from verlite.config.problems import Problem
 from verlite.config.sources import Assignment
@@ -21,7 +22,11 @@ from verlite.masking import display
 OWN_ROWS = ("data.custom_cls.path", "data.sampler.class_path")
 SECTIONS = ("reward.reward_manager", "reward_manager")
 MANAGERS = (*(f"{section}.name" for section in SECTIONS), "reward_model.reward_manager")
-MULTI_TURN = "actor_rollout_ref.rollout.multi_turn."
+ROLLOUT = "actor_rollout_ref.rollout."
+MULTI_TURN = f"{ROLLOUT}multi_turn."
+AGENT = f"{ROLLOUT}agent."
+LOOPS = f"{AGENT}agent_loop_config_path"
+LOOP = f"{AGENT}default_agent_loop"
 TOOLS = (f"{MULTI_TURN}tool_config_path", "data.tool_config_path")
 FUNCTION = "custom_reward_function."
 KWARGS = f"{FUNCTION}reward_kwargs."
@@ -42,7 +47,9 @@ def to_own_code(
     manager = _manager(values)
     if manager:
         out = _scored_by(out, *manager, values, remarks)
-    if any(values.get(name) for name in TOOLS):
+    if values.get(LOOPS):
+        out = _with_loops(out, values, remarks)
+    elif any(values.get(name) for name in TOOLS):
         out = _with_tools(out, values, remarks, problems)
     return out, remarks, problems
 
@@ -147,8 +154,48 @@ def _with_tools(
         else:
             new["max_turns"] = min(calls)
     remarks.append(_sets(origin, new))
-    dropped = (*TOOLS, *limits, f"{MULTI_TURN}enable")
+    dropped = {*TOOLS, *limits, f"{MULTI_TURN}enable"}
+    if values.get(LOOP) == "tool_agent":
+        dropped.add(LOOP)
     out = [one for one in given if one.key not in dropped]
+    return out + [replace(origin, key=name, value=value) for name, value in new.items()]
+
+
+def _with_loops(
+    given: list[Assignment], values: dict[str, Any], remarks: list[str]
+) -> list[Assignment]:
+    """Return the assignments with the environment that runs a loop of a YAML file.
+
+    The loop's `config` has verl's sections multi_turn and agent, and the lengths.
+    """
+    origin = next(one for one in given if one.key == LOOPS)
+    new: dict[str, Any] = {
+        "env.name": plan.LOOPS,
+        "env.kwargs.agent_loop_config_path": origin.value,
+    }
+    if not values.get("max_turns"):
+        new["max_turns"] = 1  # the loop itself decides
+    if values.get(LOOP) not in (None, "single_turn_agent"):
+        new["env.kwargs.default_agent_loop"] = values[LOOP]
+    tools = next((values[name] for name in TOOLS if values.get(name)), None)
+    if tools:
+        new["env.kwargs.tool_config_path"] = tools
+    remarks.append(_sets(origin, new))
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    data = (*lengths, "data.apply_chat_template_kwargs")
+    seen = {key: f"${{{key}}}" for key in (*data, "actor_rollout_ref.model.path")}
+    seen |= {
+        f"{ROLLOUT}{name}": f"${{{key}}}"
+        for name, key in zip(("prompt_length", "response_length"), lengths, strict=True)
+    }
+    sections = {
+        key: defaults[-1]
+        for key, defaults in translation.defaults().items()
+        if key.startswith((MULTI_TURN, AGENT)) and "_target_" not in key
+    }
+    own = {name: value for name, value in values.items() if name.startswith((MULTI_TURN, AGENT))}
+    new |= {f"env.kwargs.config.{key}": value for key, value in (seen | sections | own).items()}
+    out = [one for one in given if one.key not in (*TOOLS, *own)]
     return out + [replace(origin, key=name, value=value) for name, value in new.items()]
 
 

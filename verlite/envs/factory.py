@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from verlite.envs.calculator import Calculator
@@ -15,6 +16,25 @@ from verlite.spec.roles import EnvSpec, RetrieverSpec
 
 if TYPE_CHECKING:  # preflight checks must not import heavy libraries
     from transformers import PreTrainedTokenizerBase
+
+
+Generate = Callable[[list[int], int | None, tuple[str, ...]], Awaitable[Any]]
+"""(tokens of the context, most new tokens or None for the run's limit, stop strings) -> the
+engine's `Completion`."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A sample that a factory has played itself."""
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    response_mask: Sequence[int]
+    """1 on tokens that the engine sampled and that are trained, 0 on others."""
+    score: Any = None
+    """As a reward function returns it. None: the reward function scores the sample."""
+    turn_scores: Sequence[float] = ()
+    """Rewards of the model's turns."""
 
 
 class EnvFactory:
@@ -31,8 +51,27 @@ class EnvFactory:
     around: tuple[str, str] = ("", "")
     """Text before and after each observation. It is never truncated."""
 
+    plays = False
+    """True if `play` plays whole samples, False if `env` answers turn by turn."""
+
     def env(self, extra_info: Mapping[str, Any]) -> Env:
         """Create the environment of one sample from the `extra_info` of its data row."""
+        raise NotImplementedError
+
+    async def play(
+        self, row: Mapping[str, Any], tokenizer: Any, sampling: Any, generate: Generate
+    ) -> Played:
+        """Play one sample, with a loop of your own.
+
+        Args:
+            row: `prompt` (messages), `data_source`, `ground_truth`, `extra_info` of its data row.
+            tokenizer: the model's.
+            sampling: the run's `Sampling`.
+            generate: asks the engine.
+
+        Raises:
+            Exception: the sample fails with it: status error, excluded from the loss.
+        """
         raise NotImplementedError
 
     async def check(self) -> str | None:

@@ -9,14 +9,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any, Self
 
 from verlite.gateway.program import ProgramError, run, score_of
 from verlite.gateway.server import Gateway, OpenSession
 from verlite.gateway.verifiers import Verifiers
 from verlite.rewards.result import BadReturn, RewardResult, result_of
-from verlite.rollout.types import Completion, Engine, EngineError, Sampling, Status, Trajectory
+from verlite.rollout.types import Completion, Engine, EngineError, Status, Task, Trajectory
 from verlite.spec.roles import AgentSpec
 from verlite.terminal import clean
 
@@ -25,20 +24,6 @@ UNASKED = (
     "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, of its environment"
 )
 """Remedy of a program that failed without an answer of the model."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One sample.
-
-    row: what the program gets, as JSON values.
-    prompt_ids: the row's prompt, for a sample in which the model was never asked.
-    sampling: of each answer.
-    """
-
-    row: Mapping[str, Any]
-    prompt_ids: list[int]
-    sampling: Sampling
 
 
 class Agents:

@@ -5,7 +5,7 @@ exists only in the environment's view of a turn (`envs.step.Env`); text written 
 never tokenized again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -98,6 +98,20 @@ class Sampling:
     def greedy(self) -> bool:
         """True if the most likely token is always chosen."""
         return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A sample of an agent program, or of an environment that plays it itself.
+
+    row: what it gets, as JSON values.
+    prompt_ids: the row's prompt, for a sample in which the model was never asked.
+    sampling: of each answer.
+    """
+
+    row: Mapping[str, Any]
+    prompt_ids: list[int]
+    sampling: Sampling
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TextIO
 import yaml
 
 from verlite.config import debug
-from verlite.config.critical import TOOLS, code_contents, critical_settings
+from verlite.config.critical import VERL_FILES, code_contents, critical_settings
 from verlite.config.plan import make_plan
 from verlite.config.schema import Config
 from verlite.config.sft import TuningConfig
@@ -183,9 +183,10 @@ def absolutize_paths(config: Config) -> Config:
         place = getattr(section, key)
         if place and names_a_file(place):
             setattr(section, key, absolute(place))
-    tools = config.env.kwargs.get(TOOLS)
-    if isinstance(tools, str):
-        config.env.kwargs[TOOLS] = absolute(tools)
+    for name in VERL_FILES:
+        file = config.env.kwargs.get(name)
+        if isinstance(file, str):
+            config.env.kwargs[name] = absolute(file)
     config.trainer.default_local_dir = absolute(config.trainer.default_local_dir)
     return config
 

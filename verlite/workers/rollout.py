@@ -25,8 +25,9 @@ from verlite.rewards.remote import RemoteStream
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer, Stream
 from verlite.rollout.batched import build_engine
+from verlite.rollout.loop import run_loop
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
-from verlite.rollout.types import Load, Sampling, Status, Trajectory
+from verlite.rollout.types import Load, Sampling, Status, Task, Trajectory
 from verlite.spec.roles import RolloutSpec
 from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.transport import Export, Offer
@@ -35,7 +36,7 @@ from verlite.workers.running import Running, as_rows, of_row
 from verlite.workers.weight_reader import WeightReader
 
 if TYPE_CHECKING:  # it needs an HTTP server, which other runs do not
-    from verlite.gateway.agents import Agents, Task
+    from verlite.gateway.agents import Agents
 
 KEPT = (
     "prompt_ids",
@@ -363,23 +364,23 @@ class RolloutWorker(Worker):
 
     def _sampler(self, world: "EnvFactory | Agents") -> Callable[..., Awaitable[Trajectory]]:
         """Return what makes a trajectory of a prepared request, and says what it waits for."""
-        if isinstance(world, EnvFactory):
-            return functools.partial(run_trajectory, self.engine)
-        return world.sample
+        if not isinstance(world, EnvFactory):
+            return world.sample
+        if world.plays:
+            return functools.partial(run_loop, self.engine, world, self.spec.longest_sequence)
+        return functools.partial(run_trajectory, self.engine)
 
     def _requests(self, columns: Mapping[str, Any], world: "EnvFactory | Agents") -> list[Any]:
-        if not isinstance(world, EnvFactory):
+        if not isinstance(world, EnvFactory) or world.plays:
             return self._tasks(columns)
         prompts = zip(
             columns["prompt_ids"], columns["sampling"], columns["extra_info"], strict=True
         )
         return [self._request(*prompt, world) for prompt in prompts]
 
-    def _tasks(self, columns: Mapping[str, Any]) -> "list[Task]":
-        from verlite.gateway.agents import Task
-
+    def _tasks(self, columns: Mapping[str, Any]) -> list[Task]:
         names = {name: name for name in ("data_source", "ground_truth", "extra_info")}
-        names = {"prompt": "messages", **names}  # the program gets them as the data files have them
+        names = {"prompt": "messages", **names}  # as the data files have them
         return [
             Task(
                 {name: columns[column][row] for name, column in names.items()},
