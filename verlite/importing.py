@@ -23,7 +23,8 @@ VERL_VARIABLE = "VERLITE_VERL_COMPAT"
 """If this environment variable is 1, `verlite.compat` takes the place of a verl that is missing."""
 VERL_HINT = (
     f"verl is not installed. For reward functions, data sets, samplers, tools and agent loops "
-    f"verlite can take its place: set the environment variable {VERL_VARIABLE}=1 (docs/migration/verl.md)"
+    f"verlite can take its place: set the environment variable {VERL_VARIABLE}=1 "
+    "(docs/migration/verl.md)"
 )
 
 
