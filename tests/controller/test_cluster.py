@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.controller.conftest import alive, within
-from verlite.controller import cluster, guardian, node, worker_fork
+from verlite.controller import cluster, guardian, node
 from verlite.controller.failures import RayLost
 
 OWNER = """
@@ -207,11 +207,9 @@ def test_a_local_ray_that_does_not_start_is_lost(monkeypatch, error, tries, rais
     calls = []
     monkeypatch.setattr("ray.init", lambda **options: calls.append("init") or throw(error))
     monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr(worker_fork, "start", lambda modules, folder: dict)
-    monkeypatch.setattr(cluster, "_kill_ray", lambda mark, folder: calls.append(folder))
     with pytest.raises(raised, match=str(error)):
-        cluster._start_local(1, "/tmp/x", ["json"], "MARK=x")
-    assert calls == ["init", "/tmp/x"] * tries
+        cluster._start_local(1, None, [], lambda: calls.append("clean"))
+    assert calls == ["init", "clean"] * tries
 
 
 def throw(error):
@@ -237,7 +235,7 @@ def test_a_signal_while_ray_starts_waits_for_the_handler_of_this_process(monkeyp
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            cluster._start_local(1, "/tmp/x", [], "MARK=x")
+            cluster._start_local(1, None, [], lambda: None)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended == [{"allow_graceful": False}]

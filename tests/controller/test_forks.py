@@ -171,7 +171,6 @@ def test_another_user_reaches_no_socket_and_no_file_of_a_run(forked, fresh):
 def test_a_server_of_another_user_gets_nothing(monkeypatch, capfd):
     """A worker's environment may have secrets."""
     monkeypatch.setenv("RAY_JOB_ID", "01000000")
-    monkeypatch.setenv("RAY_RAYLET_PID", str(os.getpid()))
     folder = tempfile.mkdtemp(dir="/tmp")
     os.chmod(folder, 0o777)
     path = f"{folder}/fork-{worker_fork._environment_key()}"
@@ -187,7 +186,7 @@ print(repr(connection.recv(1 << 16)))
         path,
     )
     assert impostor.stdout.readline() == "ready\n"
-    assert not worker_fork._ask_for_fork([], {"folder": folder})
+    assert not worker_fork._ask_for_fork([f"--raylet-name={folder}/raylet"])
     assert impostor.communicate(timeout=60)[0] == "b''\n"
     assert "belongs to another user; nothing was sent" in capfd.readouterr().err
     shutil.rmtree(folder)

@@ -5,9 +5,7 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,15 +17,7 @@ from typing import Any
 
 from verlite.control import limits
 from verlite.control.watch import InARow, Watch
-from verlite.controller import (
-    guardian,
-    head,
-    leftovers,
-    node,
-    ray_internals,
-    ray_node,
-    worker_fork,
-)
+from verlite.controller import guardian, head, leftovers, node, ray_internals, ray_node
 from verlite.controller.failures import RayLost
 from verlite.controller.heartbeat import Receiver
 from verlite.controller.node_watch import Daemon, DaemonWatch
@@ -176,6 +166,7 @@ def connect(
     heartbeat_timeout_s: float = limits.HEARTBEAT_TIMEOUT_S,
     debugger: str = "",
     stops_at_failures: bool = False,
+    temp_dir: str | None = None,
     environment: Mapping[str, str] | None = None,
     py_executable: str | None = None,
     wait_s: float = 0.0,
@@ -201,6 +192,8 @@ def connect(
         debugger: what breakpoint() in a worker stops in: "debugpy", "legacy" (`ray debug`), or ""
             to refuse it. With "legacy" the token of a local cluster is written to TOKEN_FILE.
         stops_at_failures: whether workers wait for the debugger before they report a failure.
+        temp_dir: folder for the sockets and logs of a local cluster. None creates a private folder
+            and removes it at the end.
         environment, py_executable: see `Cluster`.
         wait_s: how long to wait for a cluster that is not there yet, in seconds.
         preload: modules that one process of a local cluster imports. The workers are forks of it;
@@ -226,9 +219,10 @@ def connect(
         warn("processes that an earlier run in this directory had left were ended")
     run_id = f"{os.getpid()}-{secrets.token_hex(8)}"
     private_dir = None
-    if local:
+    if local and temp_dir is None:
         # In /tmp, because the paths of sockets must be short.
         private_dir = os.path.realpath(tempfile.mkdtemp(prefix="verlite-", dir="/tmp"))
+        temp_dir = os.path.join(private_dir, "r")  # Ray gives its own folder mode 0777
     for_ray: dict[str, str | None] = {RUN_MARK: run_id, "RAY_USAGE_STATS_ENABLED": "0"}
     # Under `uv run`, ray.init would copy the current folder to every node and run workers there.
     for_ray[UV_RUN] = os.environ.get(UV_RUN, "0")
@@ -245,17 +239,21 @@ def connect(
     leftovers.note(run_path, mark, private_dir)
     os.environ[RUN_MARK] = f"{run_id}/ray"  # for the processes that Ray starts
     try:
-        if target is not None:
-            _join(target)
+        import ray
+
+        if target is None:
+            _start_local(
+                num_cpus or max(cores(), slots),
+                temp_dir,
+                preload,
+                lambda: _kill_ray(mark, private_dir),
+            )
         else:
-            assert private_dir is not None
-            _start_local(num_cpus or max(cores(), slots), private_dir, preload, mark)
+            _join(target)
     except BaseException:
         set_environment(environment_before)
         guardian.dismiss(watch)
         raise
-    import ray
-
     os.environ[RUN_MARK] = run_id
     # Ray's hook for drivers would wait for a debugger without a message. The driver has a terminal.
     set_environment({"PYTHONBREAKPOINT": breakpoint_before})
@@ -369,27 +367,23 @@ def daemon_environment() -> dict[str, str]:
     return {"RAY_worker_niceness": "0", **ray_internals.hip_environment()}
 
 
-def _start_local(num_cpus: int, folder: str, preload: Sequence[str], mark: str) -> None:
+def _start_local(
+    num_cpus: int, temp_dir: str | None, preload: Sequence[str], clean: Callable[[], None]
+) -> None:
     """Start a cluster on this machine, with up to three tries.
 
     Ray waits 30 s for its own processes, which is too short on a busy laptop. There is no further
     try while `ray.shutdown` still runs: it would end what the next try starts.
     """
-    variables = None
-    if preload and sys.platform == "linux":
-        # As Ray's own processes, which would start it.
-        with ray_internals.without_signals(*ray_internals.STOP_SIGNALS, signal.SIGINT):
-            variables = worker_fork.start(preload, folder)
     import ray
 
     for is_last_try in (False, False, True):
         try:
             with (
                 ray_internals.lean_head(),
-                # Until this process's handlers are back.
-                ray_internals.without_signals(*ray_internals.STOP_SIGNALS),
+                ray_internals.without_stop_signals(),  # until this process's handlers are back
                 ray_internals.keep_signal_handlers(),
-                ray_internals.worker_program(worker_fork.__file__, variables),
+                ray_internals.forked_workers(preload),
             ):
                 ray.init(
                     address="local",
@@ -398,9 +392,8 @@ def _start_local(num_cpus: int, folder: str, preload: Sequence[str], mark: str) 
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     object_store_memory=_object_store_bytes(),
-                    _temp_dir=os.path.join(folder, "r"),  # Ray gives its own folder mode 0777
+                    _temp_dir=temp_dir,
                 )
-                ray_internals.end_by_sigkill()
             return
         except KeyboardInterrupt:  # often at the end of the above
             if ray.is_initialized():
@@ -408,7 +401,7 @@ def _start_local(num_cpus: int, folder: str, preload: Sequence[str], mark: str) 
             raise
         except Exception as error:  # Ray has no narrower class for it
             has_ended = bounded(ray.shutdown, limits.RAY_END_S)
-            _kill_ray(mark, folder)
+            clean()
             timed_out = "timed out" in str(error)
             if is_last_try or not timed_out or not has_ended:
                 if not timed_out and not isinstance(error, (RuntimeError, OSError)):
@@ -440,10 +433,10 @@ def _join(address: str) -> None:
         raise head.NoCluster(f"Ray could not join the cluster at {address}: {reason}") from error
 
 
-def _kill_ray(mark: str, folder: str) -> None:
+def _kill_ray(mark: str, private_dir: str | None) -> None:
     """Kill the processes of a failed start."""
     if os.path.isdir("/proc/self"):
-        guardian.kill(mark, True, folder)
+        guardian.kill(mark, True, *([private_dir] if private_dir else []))
 
 
 def _redirect_ray_messages(path: Path) -> None:

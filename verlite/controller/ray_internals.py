@@ -1,6 +1,7 @@
 """All uses of Ray's private modules. Ray has no public interface for these."""
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -297,29 +298,24 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
-def without_signals(*numbers: signal.Signals) -> Iterator[None]:
-    """Start processes with signals blocked: those on which only the driver acts, which needs Ray to
-    save.
+def without_stop_signals() -> Iterator[None]:
+    """Start Ray with the signals blocked on which only the driver acts: it needs Ray to save.
 
-    A closed terminal, `timeout`, `scancel` and `systemctl stop` send STOP_SIGNALS to all processes
-    of a group, a job or a service.
+    A closed terminal, `timeout`, `scancel` and `systemctl stop` send them to all processes of a
+    group, a job or a service. `ray.shutdown` would wait for the effect of SIGTERM in vain, so it
+    ends these processes by SIGKILL.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # handles a signal that has come
-
-
-def end_by_sigkill() -> None:
-    """Have `ray.shutdown` end Ray's processes by SIGKILL: they block SIGTERM, and it would wait for
-    the effect in vain."""
     from ray._private import worker
 
     untyped_worker: Any = worker
-    ray_node = untyped_worker._global_node
-    end = ray_node.kill_all_processes
-    ray_node.kill_all_processes = lambda **options: end(**{**options, "allow_graceful": False})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+        ray_node = untyped_worker._global_node
+        end = ray_node.kill_all_processes
+        ray_node.kill_all_processes = lambda **options: end(**{**options, "allow_graceful": False})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # handles a signal that has come
 
 
 def raylet_got(number: int) -> bool:
@@ -333,36 +329,39 @@ def raylet_got(number: int) -> bool:
 
 
 @contextmanager
-def worker_program(
-    program: str, variables: Callable[[str], Mapping[str, str]] | None
-) -> Iterator[None]:
-    """Let the node that starts here run a program of ours where it would run a worker of its own.
+def forked_workers(modules: Sequence[str]) -> Iterator[None]:
+    """Let the node that starts here fork its workers from a process with these modules.
 
-    A version of Ray without this function starts as usual.
-
-    Args:
-        variables: returns environment variables for the program, given the path of Ray's. None:
-            run Ray's own.
+    See `worker_fork`. Without modules, on systems other than Linux, or in a version of Ray without
+    this function, every worker starts as a new process.
     """
     from ray._private.node import Node
 
+    from verlite.controller import worker_fork
+
     start_raylet = getattr(Node, "start_raylet", None)
-    if variables is None or start_raylet is None:
+    if not modules or sys.platform != "linux" or start_raylet is None:
         yield
         return
 
-    def start_with_program(self: Any, *args: Any, **kwargs: Any) -> None:
-        added = variables(self._ray_params.worker_path)
-        self._ray_params.worker_path = program
-        os.environ.update(added)
+    def start_with_forks(self: Any, *args: Any, **kwargs: Any) -> None:
+        settings = {
+            # Ray imports the second one with a worker's first result. Not pyarrow, which it also
+            # imports then: it starts a thread.
+            "modules": ["ray", "ray._common.pydantic_compat", *modules],
+            "python": sys.executable,
+            "path": sys.path,
+            "worker": self._ray_params.worker_path,
+        }
+        os.environ[worker_fork.SETTINGS] = json.dumps(settings)
+        self._ray_params.worker_path = worker_fork.__file__
         try:
             start_raylet(self, *args, **kwargs)
         finally:
-            for name in added:
-                del os.environ[name]
+            del os.environ[worker_fork.SETTINGS]
 
     untyped_node: Any = Node
-    untyped_node.start_raylet = start_with_program
+    untyped_node.start_raylet = start_with_forks
     try:
         yield
     finally:

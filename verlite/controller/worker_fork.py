@@ -4,12 +4,11 @@
 
 Imports take most of a worker's start: 7 of 8.5 s of CPU time, and 300 MiB that forks share.
 
-The driver starts a server, which imports the modules while Ray starts (`start`).
-`ray_internals.worker_program` has Ray run this file where it would run its own default_worker.py.
-Every process of this file sends its arguments, environment, working directory and output files to
-the server and ends; the server forks, and the fork continues as Ray's worker. Ray knows a worker by
-the process id that the worker itself reports. Without a server, such as after it has died, the
-process starts one. If that does not answer, the process runs Ray's worker itself.
+`ray_internals.forked_workers` has Ray run this file where it would run its own default_worker.py.
+The first process of this file starts a server, which imports the modules. Every process of this
+file sends its arguments, environment, working directory and output files to the server and ends;
+the server forks, and the fork continues as Ray's worker. Ray knows a worker by the process id that
+the worker itself reports. If the server does not answer, the process runs Ray's worker itself.
 
 A worker must find what it would find as a new process. So there is one server for each environment,
 apart from the variables in OWN_VARIABLES, and none for another Python than the driver's. A fork has
@@ -34,21 +33,15 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 SETTINGS = "VERLITE_FORK"
 """Environment variable with the settings in JSON: "modules" to import, the driver's Python and
-sys.path as "python" and "path", the "folder" of the servers' sockets, and the path of Ray's
-default_worker.py as "worker"."""
-RAYLETS_VARIABLES = ("RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID", "SPT_NOENV")
-"""Variables that the raylet gives to workers. The driver's server does not have them."""
-OWN_VARIABLES = (SETTINGS, "VERLITE_RUN", "OMP_NUM_THREADS", *RAYLETS_VARIABLES)
-"""Variables that may differ between workers and server. Of the imports only Ray's reads them, and
-reads them again in a fork, and torch's the number of threads: a server has one."""
+sys.path as "python" and "path", and the path of Ray's default_worker.py as "worker"."""
+OWN_VARIABLES = ("VERLITE_RUN",)
+"""Variables that differ between workers and that no import reads."""
 CHECK_S = 1.0
-"""How often the server looks whether its owner is still there: the driver, or Ray's raylet for a
-server that a worker has started."""
+"""How often the server looks whether Ray's raylet, for which it works, is still there."""
 LONGEST_REQUEST_S = 10.0
 FORKED = b"1"
 NO_JOB = "ffffffff"
@@ -59,38 +52,19 @@ def main() -> None:
     settings = json.loads(os.environ[SETTINGS])
     arguments = sys.argv[1:]
     if arguments[:1] == ["--serve"]:
-        arguments = _serve(arguments[1], int(arguments[2]), settings)  # returns in forks only
-        worker = json.loads(os.environ[SETTINGS])["worker"]  # the fork's own
-        sys.argv[:] = [worker, *arguments]
-        sys.path.insert(0, os.path.dirname(worker))
-        runpy.run_path(worker, run_name="__main__")
+        arguments = _serve(arguments[1], settings)  # returns in forks only
+        sys.argv[:] = [settings["worker"], *arguments]
+        sys.path.insert(0, os.path.dirname(settings["worker"]))
+        runpy.run_path(settings["worker"], run_name="__main__")
         return
     with contextlib.suppress(OSError):
-        if sys.executable == settings["python"] and _ask_for_fork(arguments, settings):
+        if sys.executable == settings["python"] and _ask_for_fork(arguments):
             return
     python = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv)]
     os.execv(sys.executable, [*python, settings["worker"], *arguments])
 
 
-def start(modules: Sequence[str], folder: str) -> Callable[[str], dict[str, str]]:
-    """Start the server of a local cluster with the environment of this process, the driver.
-
-    Returns:
-        The environment variables of this file's processes, given the path of default_worker.py.
-    """
-    settings = {
-        # Ray imports the second one with a worker's first result. Not pyarrow, which it also
-        # imports then: it starts a thread.
-        "modules": ["ray", "ray._common.pydantic_compat", *modules],
-        "python": sys.executable,
-        "path": sys.path,
-        "folder": folder,
-    }
-    with _connect(settings, os.getpid()):
-        return lambda worker: {SETTINGS: json.dumps({**settings, "worker": worker})}
-
-
-def _ask_for_fork(arguments: list[str], settings: dict[str, Any]) -> bool:
+def _ask_for_fork(arguments: list[str]) -> bool:
     """Have the server fork. Returns False if it has not done so.
 
     Raises:
@@ -98,21 +72,30 @@ def _ask_for_fork(arguments: list[str], settings: dict[str, Any]) -> bool:
     """
     if os.environ.get("RAY_JOB_ID", NO_JOB) == NO_JOB:  # a worker that Ray needs for itself
         return False
+    sockets = os.path.dirname(_option(arguments, "--raylet-name"))
+    path = os.path.join(sockets, f"fork-{_environment_key()}")
     request = {
         "arguments": arguments,
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "oom_score_adj": _oom_score_adj(),
     }
-    with _connect(settings, int(os.environ["RAY_RAYLET_PID"])) as connection:
+    with _connect(path) as connection:
         if _peer_uid(connection) != os.getuid():
-            path = connection.getpeername()
             print(f"{__file__}: {path} belongs to another user; nothing was sent", file=sys.stderr)
             return False
         socket.send_fds(connection, [b"\0"], [0, 1, 2])
         connection.sendall(json.dumps(request).encode())
         connection.shutdown(socket.SHUT_WR)
         return connection.recv(1) == FORKED
+
+
+def _option(arguments: list[str], name: str) -> str:
+    """Return the value of an argument NAME=VALUE, "" without it."""
+    for argument in arguments:
+        if argument.startswith(name + "="):
+            return argument.partition("=")[2]
+    return ""
 
 
 def _environment_key() -> str:
@@ -122,12 +105,8 @@ def _environment_key() -> str:
     return hashlib.sha256(described.encode()).hexdigest()[:8]
 
 
-def _connect(settings: dict[str, Any], owner: int) -> socket.socket:
-    """Connect to the server. Start it if there is none.
-
-    owner: the process with which a new server ends.
-    """
-    path = os.path.join(settings["folder"], f"fork-{_environment_key()}")
+def _connect(path: str) -> socket.socket:
+    """Connect to the server. Start it if there is none."""
     connection = socket.socket(socket.AF_UNIX)
     with contextlib.suppress(OSError):
         connection.connect(path)
@@ -143,7 +122,7 @@ def _connect(settings: dict[str, Any], owner: int) -> socket.socket:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path)
                 listener.listen(4096)
-                _start_server(listener, settings, owner)
+                _start_server(listener)
             connection.connect(path)
     return connection
 
@@ -155,23 +134,23 @@ def _peer_uid(connection: socket.socket) -> int:
     return uid
 
 
-def _start_server(listener: socket.socket, settings: dict[str, Any], owner: int) -> None:
+def _start_server(listener: socket.socket) -> None:
     """Start the server with this process's environment, but without threads of its own."""
     descriptor = listener.fileno()
     subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(descriptor), str(owner)],
+        [sys.executable, __file__, "--serve", str(descriptor)],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, SETTINGS: json.dumps(settings), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         pass_fds=[descriptor],
         start_new_session=True,
     )
 
 
-def _serve(descriptor: str, owner: int, settings: dict[str, Any]) -> list[str]:
+def _serve(descriptor: str, settings: dict[str, Any]) -> list[str]:
     """Fork for each request. Returns the arguments of Ray's worker, in the forks only."""
     listener = socket.socket(fileno=int(descriptor))
     sys.path[:] = settings["path"]
-    gc.disable()  # as in importing.import_ahead
+    gc.disable()  # as in worker_actor.import_ahead
     for module in settings["modules"]:
         with contextlib.suppress(Exception):  # a broken import fails again where it is needed
             importlib.import_module(module)
@@ -181,9 +160,10 @@ def _serve(descriptor: str, owner: int, settings: dict[str, Any]) -> list[str]:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         print(f"{__file__}: no forks, because the imports have started threads", file=sys.stderr)
+    raylet = int(os.environ["RAY_RAYLET_PID"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended forks
     listener.settimeout(CHECK_S)
-    while _exists(owner):
+    while _exists(raylet):
         with contextlib.suppress(TimeoutError):
             connection, _ = listener.accept()
             with connection:
@@ -227,10 +207,6 @@ def _become(request: dict[str, Any]) -> list[str]:
     os.chdir(request["folder"])
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(request["oom_score_adj"])
-    if "ray" in sys.modules:  # its C++ code has read the environment
-        from verlite.controller.ray_internals import reload_environment
-
-        reload_environment()
     if "numpy" in sys.modules:  # `random` does this by itself
         sys.modules["numpy"].random.seed()
     arguments: list[str] = request["arguments"]
