@@ -150,7 +150,7 @@ def _serve(descriptor: str, settings: dict[str, Any]) -> list[str]:
     """Fork for each request. Returns the arguments of Ray's worker, in the forks only."""
     listener = socket.socket(fileno=int(descriptor))
     sys.path[:] = settings["path"]
-    gc.disable()  # as in worker_actor.import_ahead
+    gc.disable()  # as in importing.import_ahead
     for module in settings["modules"]:
         with contextlib.suppress(Exception):  # a broken import fails again where it is needed
             importlib.import_module(module)
