@@ -16,6 +16,7 @@ import pytest
 
 from tests.envs.test_chat import QWEN, tokenizer_of
 from tests.gateway.speaker import Speaker
+from verlite.contracts import verifiers as contract
 from verlite.gateway import verifiers
 from verlite.gateway.agents import Agents, Task
 from verlite.gateway.program import ProgramError
@@ -81,8 +82,8 @@ def test_one_process_serves_all_samples_at_few_addresses():
         many = [await sampled(agents, *[task_of(ASK)] * 2) for _ in range(4)]
         failed = await sampled(agents, task_of(("raise", "no")))
         after = await sampled(agents, task_of(ASK), task_of(ASK))
-        environment = agents._environment
-        return [*many, after], failed, environment._process.starts, agents._addresses
+        environment = agents.environment
+        return [*many, after], failed, environment.starts, agents._addresses
 
     engine, (good, (failed,), starts, addresses) = run(main, *["330"] * 10)
     assert all(one.status is Status.DONE for group in good for one in group)
@@ -147,7 +148,7 @@ def test_a_sample_that_takes_too_long_leaves_the_process_alone():
     async def main(agents):
         late = await sampled(agents, task_of(("wait", 600)))
         good = await sampled(agents, task_of(ASK))
-        return late, good, agents._environment._process.starts, agents._environment._results
+        return late, good, agents.environment.starts, agents.environment._results
 
     _, ((late,), (good,), starts, open_results) = run(main, "330", timeout_s=1.0)
     assert late.error == "ProgramError: it did not end within agent.timeout_s=1"
@@ -162,9 +163,9 @@ def test_a_process_that_hangs_is_replaced(monkeypatch):
     async def main(agents):
         hung = task_of(("wait", 0.2), ("hang", 600))
         failed = await sampled(agents, hung, task_of(("wait", 600)))
-        await asyncio.wait(agents._environment._cancelling, timeout=60)
+        await agents.environment.settled()
         good = await sampled(agents, task_of(ASK))
-        return failed, good, agents._environment._process.starts
+        return failed, good, agents.environment.starts
 
     _, (failed, (good,), starts) = run(main, "330", timeout_s=2.0)
     assert all("agent.timeout_s=2" in one.error for one in failed)
@@ -174,10 +175,10 @@ def test_a_process_that_hangs_is_replaced(monkeypatch):
 def test_samples_of_a_killed_process_say_so():
     async def main(agents):
         waiting = asyncio.ensure_future(sampled(agents, *[task_of(("wait", 600))] * 3))
-        await agents._environment.start()
-        while not agents._environment._results:  # the samples wait for the start, too
+        await agents.environment.start()
+        while not agents.environment._results:  # the samples wait for the start, too
             await asyncio.sleep(0.01)
-        keeper = agents._environment._process._process.pid
+        keeper = agents.environment._process._process.pid
         (child,) = psutil.Process(keeper).children()
         child.kill()
         failed = await waiting
@@ -239,6 +240,32 @@ def test_rows_are_the_tasks_and_the_prompts_of_the_taskset(monkeypatch):
     ]
     with pytest.raises(ProgramError, match="Taskset has no end"):
         verifiers.tasks(spec_of("endless"))
+
+
+def test_the_contract_runs_episodes_and_cancels_one(monkeypatch):
+    """The stand-in's own tasks do nothing, so they are replaced."""
+    monkeypatch.chdir(STAND_IN)
+    rows = [task_of(ASK).row, task_of(("wait", 0.01), ASK, ("ask", {"reward": 0.5})).row]
+    monkeypatch.setattr(contract, "tasks", lambda spec, count: rows)
+    seen, broken = contract.check_verifiers("heights", sys.executable, {}, ["330"])
+    assert broken == []
+    assert [line.partition(" rewritten")[0] for line in seen] == [
+        "task 0: score 0.5, 1 turns, 1 branches (0",
+        "task 1: score 0.5, 2 turns, 2 branches (0",
+    ]
+    rows[1:] = [task_of(("raise", "no")).row]
+    assert contract.check_verifiers("heights", sys.executable, {})[1] == [
+        "task 1: EpisodeFailed: ValueError: no"
+    ]
+
+
+def test_the_contract_finds_a_process_that_does_not_cancel(monkeypatch):
+    monkeypatch.chdir(STAND_IN)
+    monkeypatch.setattr(verifiers, "CANCEL_S", 1.0)
+    rows = [task_of(("stubborn", None), ASK).row]
+    monkeypatch.setattr(contract, "tasks", lambda spec, count: rows)
+    _, broken = contract.check_verifiers("heights", sys.executable, {})
+    assert broken == ["a cancelled sample is not answered: the process hangs, and is started again"]
 
 
 REAL = os.environ.get("VERIFIERS_PYTHON")

@@ -46,7 +46,8 @@ def contract(
         str,
         typer.Argument(
             help="package.module:function. A reward may also be FILE.py or FILE.py:function, an "
-            "environment FILE.py:Factory. A gateway is a URL up to /v1, its key OPENAI_API_KEY."
+            "environment FILE.py:Factory, or with --python a taskset of verifiers. "
+            "A gateway is a URL up to /v1, its key OPENAI_API_KEY."
         ),
     ],
     whitens: Annotated[
@@ -55,7 +56,8 @@ def contract(
     kwargs: Annotated[
         str,
         typer.Option(
-            help="Its settings as JSON: adv_kwargs, policy_loss.kwargs, reward_kwargs, env.kwargs."
+            help="Its settings as JSON: adv_kwargs, policy_loss.kwargs, reward_kwargs, env.kwargs, "
+            "agent.kwargs."
         ),
     ] = "{}",
     data: Annotated[
@@ -68,6 +70,9 @@ def contract(
     action: Annotated[
         list[str] | None,
         typer.Option(help="A turn of the model for an environment (repeat for several turns)."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="The Python that has verifiers and the taskset.")
     ] = None,
 ) -> None:
     """Test your reward, environment, advantage estimator or policy loss on small known inputs, or
@@ -82,7 +87,7 @@ def contract(
                 f"--kwargs {kwargs}: expected a JSON object, such as '{{\"alpha\": 0.5}}'"
             )
         if kind is Kind.env:
-            problems = _env_problems(function, settings, action or [], data)
+            problems = _env_problems(function, settings, action or [], data, python)
         elif kind is Kind.gateway:
             problems = _gateway_problems(function)
         else:
@@ -115,9 +120,15 @@ def _problems(
 
 
 def _env_problems(
-    name: str, settings: dict[str, Any], script: list[str], data: str | None
+    name: str, settings: dict[str, Any], script: list[str], data: str | None, python: str | None
 ) -> list[str]:
     """Return the problems of an environment, and print the time of its steps."""
+    if python is not None:
+        from verlite.contracts.verifiers import check_verifiers
+
+        seen, broken = check_verifiers(name, python, settings, script)
+        print("\n".join(seen))
+        return broken
     from verlite.contracts.envs import check_env
 
     rows = [answer.extra_info for answer in _rows(data, ROWS)] if data else []

@@ -49,9 +49,9 @@ class Agents:
         self._spec = spec
         self._folder = folder
         self._gateway = Gateway(engine, longest, template_kwargs)
-        self._environment: Verifiers | None = None
+        self.environment: Verifiers | None = None
         if spec.verifiers is not None:
-            self._environment = Verifiers(spec, engine.tokenizer.name_or_path, folder)
+            self.environment = Verifiers(spec, engine.tokenizer.name_or_path, folder)
         self._places = asyncio.Semaphore(spec.max_processes)
         self._addresses: list[tuple[str, str]] = []
         """Of sessions that were closed. verifiers keeps a client for each address that it was
@@ -61,8 +61,8 @@ class Agents:
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._gateway)
-        if self._environment is not None:
-            await self._stack.enter_async_context(self._environment)
+        if self.environment is not None:
+            await self._stack.enter_async_context(self.environment)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -88,7 +88,7 @@ class Agents:
             score, error, log = None, None, bytearray()
             try:
                 score = await self._run(task, session, log)
-                if self._environment is not None:
+                if self.environment is not None:
                     self._addresses.append((session.id, session.token))
             except (ProgramError, BadReturn, RuntimeError) as caught:
                 if isinstance(caught, EngineError):
@@ -99,7 +99,7 @@ class Agents:
         trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
         trajectory.log = clean(log.decode(errors="replace"))
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
-        needs_remedy = self._environment is None and not getattr(error, "remedy", "")
+        needs_remedy = self.environment is None and not getattr(error, "remedy", "")
         if needs_remedy and not trajectory.turns:
             error = ProgramError(str(error or "it ended without an answer of the model"), UNASKED)
         if error is None:
@@ -129,8 +129,8 @@ class Agents:
         self, task: Task, session: OpenSession, log: bytearray
     ) -> str | dict[str, Any]:
         """Return the last line of the program, or score and parts of the environment."""
-        if self._environment is not None:
-            return await self._environment.run(task.row, session, log)
+        if self.environment is not None:
+            return await self.environment.run(task.row, session, log)
         assert self._spec.command is not None
         return await run(
             self._spec.command,

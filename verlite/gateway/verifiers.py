@@ -112,9 +112,18 @@ class Verifiers:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self.settled()
+        await self._process.__aexit__(*error)
+
+    @property
+    def starts(self) -> int:
+        """How often the process was started."""
+        return self._process.starts
+
+    async def settled(self) -> None:
+        """Wait until the samples that were cancelled have ended."""
         if self._cancelling:
             await asyncio.wait(self._cancelling)
-        await self._process.__aexit__(*error)
 
     async def start(self) -> None:
         """Start the process. Raises ProgramError: it cannot serve the environment."""
