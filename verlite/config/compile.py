@@ -7,11 +7,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verlite.config.plan import (
+    OPENENV,
     TEACHER,
     Plan,
     engine_settings,
+    env_name,
     files_of,
+    max_turns,
     program,
+    scores_itself,
     scores_remotely,
     syncs_adapters,
 )
@@ -258,9 +262,17 @@ def data_spec(config: Config) -> DataSpec:
 
 
 def env_spec(config: Config) -> EnvSpec:
-    return EnvSpec(
-        config.env.name, config.env.kwargs, service_spec(RetrieverSpec, config.retriever)
-    )
+    name, kwargs = env_name(config), dict(config.env.kwargs)
+    if name == OPENENV:
+        kwargs = {
+            "server": config.env.openenv,
+            "max_turns": max_turns(config),
+            "max_obs_length": config.data.max_obs_length,
+            "scores": scores_itself(config),
+            "template_kwargs": config.data.apply_chat_template_kwargs,
+            **kwargs,
+        }
+    return EnvSpec(name, kwargs, service_spec(RetrieverSpec, config.retriever))
 
 
 def service_spec(made: type[S], section: Any) -> S:

@@ -9,6 +9,7 @@ from typing import Any
 from verlite.config.plan import (
     TEACHER,
     computes_teacher,
+    env_name,
     files_of,
     max_turns,
     program,
@@ -130,7 +131,7 @@ def code_contents(config: Config) -> dict[str, str]:
         "data.custom_cls.path": config.data.custom_cls.path,
         "data.sampler.class_path": config.data.sampler.class_path,
     }
-    if max_turns(config) and config.env.name not in ENV_FACTORIES:
+    if max_turns(config) and env_name(config) not in ENV_FACTORIES:
         places["env.name"] = config.env.name.partition(":")[0]
     places["agent.command"] = program_code(config)
     written = Path(config.trainer.default_local_dir) / CODE
@@ -169,11 +170,11 @@ def _digest(name: str, samples: bool = False) -> str:
 def _environment(config: Config) -> dict[str, Any]:
     """Return the settings of a multi-turn run's environment."""
     settings = {
-        "env.name": config.env.name,
+        "env.name": env_name(config),
         "env.kwargs": config.env.kwargs,
         **{f"data.{name}": getattr(config.data, name) for name in AGENT_LENGTHS},
     }
-    if config.env.name == "search":
+    if env_name(config) == "search":
         settings["retriever.topk"] = config.retriever.topk
     files = {name: config.env.kwargs.get(name) for name in VERL_FILES}
     named = {name: _digest(file) for name, file in files.items() if isinstance(file, str)}

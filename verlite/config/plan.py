@@ -639,11 +639,22 @@ def clip_range(actor: ActorConfig) -> tuple[float, float]:
 
 LOOPS = "verlite.compat.loops:VerlLoops"
 """env.name of verl's agent loops."""
+OPENENV = "openenv"
+"""The environment of `env.openenv`."""
+EPISODE = 32
+"""Actions of an episode of `env.openenv` with max_turns=0, at most."""
+
+
+def env_name(config: Config) -> str:
+    """Return the environment of a multi-turn run."""
+    return config.env.name if config.env.openenv is None else OPENENV
 
 
 def max_turns(config: Config) -> int:
-    """Return the tool calls allowed per sample; 0 without do_search."""
-    return config.max_turns if config.do_search else 0
+    """Return the tool calls, or actions, allowed per sample; 0 without do_search."""
+    if not config.do_search:
+        return 0
+    return config.max_turns or (0 if config.env.openenv is None else EPISODE)
 
 
 def program_words(command: str | None) -> list[str]:
@@ -681,12 +692,16 @@ def program(config: Config) -> str | None:
 
 
 def scores_itself(config: Config) -> bool:
-    """Return whether agent programs score their samples."""
+    """Return whether agent programs, or episodes of OpenEnv, score their samples."""
+    if max_turns(config) and config.env.openenv is not None:
+        return config.custom_reward_function.path is None and not scores_remotely(config.reward)
     return program(config) is not None and config.agent.reward == "program"
 
 
 def decides_turns(config: Config) -> str:
     """Return the code that asks the model as often as it likes, in words; "" if there is none."""
+    if max_turns(config) and config.env.openenv is not None:
+        return f"{config.env.openenv}, episodes of up to {counted(max_turns(config), 'action')}"
     if max_turns(config) and config.env.name == LOOPS:
         return f"the agent loop of {config.env.kwargs.get('agent_loop_config_path')}"
     return program(config) or ""

@@ -1174,9 +1174,13 @@ class EnvConfig:
     name: str = key("search",
         "search (tags and passages as in Search-R1), calculator (JSON tool calls in the chat "
         "format), or your own package.module:EnvFactory.",
-        choices=tuple(catalog.ENV_FACTORIES), own="class")
-    kwargs: dict[str, Any] = key({}, "Settings of your own environment.",
-        used_when="env.name names your own class")
+        choices=("search", "calculator"), own="class")
+    openenv: Optional[str] = key(None,
+        "OpenEnv server that plays an episode for each sample: its URL, or a command with {port} "
+        "that each rollout worker starts. It takes the place of env.name. null: none.")
+    kwargs: dict[str, Any] = key({},
+        "Settings of your own environment, or of env.openenv: action, observation, timeout_s ...",
+        used_when="env.name names your own class, or env.openenv is given")
 
 
 program_key = functools.partial(key, used_when=PROGRAM)

@@ -152,6 +152,7 @@ KL_KINDS = (*KL_BASE_KINDS, *(f"{kind}+" for kind in KL_BASE_KINDS))
 ENV_FACTORIES = {
     "search": "verlite.envs.factory:SearchEnvFactory",
     "calculator": "verlite.envs.factory:CalculatorEnvFactory",
+    "openenv": "verlite.envs.openenv:OpenEnv",
 }
 """env.name."""
 

@@ -229,7 +229,8 @@ PREDICATES: dict[str, Callable[[Context], bool]] = {
     "policy_loss.loss_mode names your own function": lambda c: c.loss is None,
     "algorithm.adv_estimator names your own function":
         lambda c: c.estimator not in catalog.ESTIMATORS,
-    "env.name names your own class": lambda c: c.config.env.name not in catalog.ENV_FACTORIES,
+    "env.name names your own class, or env.openenv is given":
+        lambda c: plan.env_name(c.config) not in ("search", "calculator"),
     "the loss has rollout_is weights": lambda c: bool(c.correction.rollout_is),
     "the loss is not bypass mode's ppo_clip":
         lambda c: not (c.correction.bypass_mode and c.correction.loss_type == "ppo_clip"),

@@ -166,7 +166,7 @@ ERRORS: tuple[Row, ...] = (
         "is for single turns: the length of an agent's sample depends on its tools",
         "Leave it out, or use algorithm.mask_truncated=true."),
     Row("retriever.url",
-        lambda c: (c.turns and c.config.env.name == "search"
+        lambda c: (c.turns and plan.env_name(c.config) == "search"
             and not plan.files_of(c.config.retriever.url)),
         "is empty; env.name=search needs a retriever", "Such as http://127.0.0.1:8000/retrieve."),
     Row("agent.command",

@@ -1,0 +1,277 @@
+"""Episodes of an OpenEnv server: actions, observations, rewards, and what goes wrong."""
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.envs.openenv_server import SCHEMA, Server
+from tests.models import tiny_tokenizer
+from verlite.envs.openenv import OpenEnv, action_of, reset_of, text_of
+from verlite.rollout.loop import run_loop
+from verlite.rollout.types import Completion, Sampling, Status, Task, Trajectory
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}:{{ m.content }}<eos>{% else %}"
+    "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+ROW = {
+    "prompt": [{"role": "user", "content": "Add. "}],
+    "data_source": "sums",
+    "ground_truth": None,
+    "extra_info": {"reset": {"seed": 3}},  # random.Random(3): 1+4
+}
+
+
+class Engine:
+    """Writes the given texts, one a turn."""
+
+    def __init__(self, texts: Sequence[str], finish: str = "stop") -> None:
+        self.tokenizer = tiny_tokenizer()
+        self.tokenizer.chat_template = CHAT
+        self.contexts: list[str] = []
+        self._texts = list(texts)
+        self._finish = finish
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        self.contexts.append(self.tokenizer.decode(prompt_ids))
+        ids = self.tokenizer.encode(self._texts.pop(0), add_special_tokens=False)
+        return Completion(ids, [-1.0] * len(ids), self._finish, [(0, len(ids))])
+
+
+async def sample(factory: OpenEnv, engine: Any, row: Any = ROW) -> Trajectory:
+    task = Task(row, [1], Sampling(max_tokens=20))
+    return await run_loop(engine, factory, 400, task)
+
+
+def play(server: Server, engine: Any, samples: int = 1, **settings: Any) -> list[Trajectory]:
+    async def run() -> list[Trajectory]:
+        runner = web.AppRunner(server.app(), shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        try:
+            async with OpenEnv(f"http://127.0.0.1:{port}/", **{"max_turns": 4, **settings}) as env:
+                games = [sample(env, engine) for _ in range(samples)]
+                return list(await asyncio.gather(*games))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_an_episode() -> None:
+    server, engine = Server(), Engine(["5", "I say 4<eos>"])
+    (found,) = play(server, engine)
+    assert found.error is None and found.status == Status.DONE
+    assert server.resets == [{"seed": 3}] and server.actions == [{"answer": 5}, {"answer": 4}]
+    assert engine.contexts == ["Add. 1+4=:", "Add. 1+4=:5<eos>again::"]
+    assert found.score is not None and found.score.score == 0.5
+    assert found.turn_scores == [0.5, 0.0]
+    assert _text(engine, found, 1) == "5I say 4<eos>"
+    assert _text(engine, found, 0) == "<eos>again::"
+
+
+def _text(engine: Engine, found: Trajectory, mask: int) -> str:
+    tokens = zip(found.response_ids, found.response_mask, strict=True)
+    return str(engine.tokenizer.decode([token for token, own in tokens if own == mask]))
+
+
+def test_a_reward_function_may_score_in_place_of_the_rewards() -> None:
+    (found,) = play(Server(), Engine(["5", "4"]), scores=False)
+    assert found.error is None and found.score is None and found.turn_scores == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (["no idea", "5", "5"], "Error: write one JSON object with 'answer'"),
+        (['{"answer": "x", "why": 1}', "5", "5"], "Error: write one JSON object"),
+    ],
+)
+def test_a_mistake_of_the_model_is_told_and_costs_a_turn(texts: list[str], told: str) -> None:
+    server, engine = Server(), Engine(texts)
+    (found,) = play(server, engine)
+    assert found.error is None and told in engine.contexts[1]
+    assert found.turn_scores == [0.0, 0.5, 0.5] and len(server.actions) == 2
+
+
+def test_an_action_that_the_server_rejects_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def act(text, schema):\n    return {'wrong': text}\n")
+    engine = Engine(["5", "5"])
+    (found,) = play(Server(), engine, action=f"{tmp_path}/mine.py:act", max_turns=2)
+    assert found.error is None and "the action is not valid: answer: Field" in engine.contexts[1]
+    assert found.score is not None and found.score.score == 0.0
+
+
+def test_functions_of_the_user(tmp_path: Path) -> None:
+    code = "def act(text, schema):\n    return {'answer': len(text)}\n"
+    code += "def tell(observation):\n    return 'told ' + observation['question']\n"
+    (tmp_path / "mine.py").write_text(code)
+    mine = f"{tmp_path}/mine.py"
+    engine = Engine(["abcde", "a"])
+    (found,) = play(Server(), engine, action=f"{mine}:act", observation=f"{mine}:tell")
+    assert engine.contexts[0] == "Add. told 1+4=:" and found.turn_scores == [0.5, 0.0]
+
+
+def test_a_long_observation_is_cut_and_an_episode_ends_at_max_turns() -> None:
+    engine = Engine(["5"])
+    (found,) = play(Server(), engine, max_turns=1, max_obs_length=2)
+    assert engine.contexts == ["Add. 1+:"] and found.turn_scores == [0.5]
+
+
+def test_an_answer_that_was_cut_is_no_action() -> None:
+    server = Server()
+    (found,) = play(server, Engine(["5"], finish="length"))
+    assert found.status == Status.LENGTH and server.actions == []
+    assert found.score is not None and found.score.score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("hang reset", "EnvironmentTimeout"),
+        ("hang step", "EnvironmentTimeout"),
+        ("close reset", "EnvironmentLost"),
+        ("close step", "EnvironmentLost"),
+        ("raise reset", "EnvironmentFailed"),
+        ("raise step", "EnvironmentFailed"),
+        ("nonsense step", "EnvironmentFailed"),
+        ("no reward", "EnvironmentFailed"),
+    ],
+)
+def test_what_the_server_does_wrong_is_never_a_score(fault: str, error: str) -> None:
+    (found,) = play(Server(fault), Engine(["5", "5"]), timeout_s=0.3 if "hang" in fault else 30)
+    assert found.status == Status.ERROR and str(found.error).startswith(f"{error}: ")
+    assert found.score is None and not any(found.response_mask)
+
+
+def test_a_server_with_one_session_plays_all_samples() -> None:
+    server = Server(places=1)
+    found = play(server, Engine(["5"] * 6), samples=3)
+    assert [one.score and one.score.score for one in found] == [1.0] * 3 and server.most == 1
+    (full,) = play(Server(places=0), Engine([]), session_s=0.0)
+    assert str(full.error).startswith("EnvironmentRefused: ") and "CAPACITY" in str(full.error)
+
+
+def test_a_server_that_is_not_there() -> None:
+    async def run() -> Trajectory:
+        async with OpenEnv("http://127.0.0.1:9", 4) as env:
+            return await sample(env, Engine([]))
+
+    found = asyncio.run(run())
+    assert str(found.error).startswith("EnvironmentLost: http://127.0.0.1:9/schema")
+
+
+@pytest.mark.process
+def test_a_server_of_ones_own() -> None:
+    command = f"{sys.executable} -m tests.envs.openenv_server {{port}}"
+
+    async def run() -> list[Trajectory]:
+        async with OpenEnv(command, 4) as env:
+            first = await sample(env, Engine(["5", "5"]))
+            assert env._program is not None and env._program._process is not None
+            ended = await env._program.running()
+            env._program._process.kill()
+            await asyncio.wait([ended])
+            return [first, await sample(env, Engine(["5", "5"]))]
+
+    found = asyncio.run(run())
+    assert [one.score and one.score.score for one in found] == [1.0, 1.0]
+    ended = f"{sys.executable} -c raise(SystemExit(3)) {{port}}"
+
+    async def fail() -> Trajectory:
+        async with OpenEnv(ended, 4) as env:
+            return await sample(env, Engine([]))
+
+    assert "EnvironmentLost: env.openenv: " in str(asyncio.run(fail()).error)
+
+
+def test_the_command_says_where_to_listen() -> None:
+    with pytest.raises(ValueError, match="must be a URL, or a command with {port}"):
+        OpenEnv("python serve.py", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("<think>7</think> 12 or 13", {"type": "integer"}, 13),
+        ("it is -2.5.", {"type": "number"}, -2.5),
+        (" go left ", {"type": "string"}, "go left"),
+        ("left, no: right", {"enum": ["left", "right"]}, "right"),
+        ("yes", {"type": "boolean"}, True),
+        ('so:\n```json\n{"x": 4}\n```', {"type": "integer"}, 4),
+        ('{"x": "y"}', {"type": "string"}, "y"),
+    ],
+)
+def test_the_action_in_a_text(text: str, field: Any, value: Any) -> None:
+    found = action_of(text, {"properties": {"x": field, "metadata": {}}, "required": ["x"]})
+    assert found == {"x": value}
+
+
+@pytest.mark.parametrize("text", ["2.5", "none", '{"other": 1}', "<think>3</think>"])
+def test_texts_without_an_action(text: str) -> None:
+    with pytest.raises(ValueError, match="'answer'"):
+        action_of(text, SCHEMA)
+
+
+def test_observations_as_text() -> None:
+    assert text_of({"metadata": {}, "question": "1+1="}) == "1+1="
+    assert text_of({"board": [1], "left": 2}) == '{"board": [1], "left": 2}'
+
+
+def test_all_samples_of_a_row_play_the_same_episode() -> None:
+    first, second = {"index": 1}, {"index": 2}
+    assert reset_of([], first) == reset_of([], dict(first)) != reset_of([], second)
+    assert reset_of(["other"], first) != reset_of([], first)
+    assert 0 <= reset_of([], first)["seed"] < 2**31
+    assert reset_of([], {"reset": {"seed": 3}}) == {"seed": 3}
+
+
+REAL = """
+from openenv.core.env_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class SumAction(Action):
+    answer: int
+
+class Question(Observation):
+    question: str = ""
+
+class Sums(Environment):
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return Question(question=f"{seed}+1=")
+    def step(self, action, timeout_s=None, **kwargs):
+        return Question(question="end", reward=float(action.answer), done=True)
+    @property
+    def state(self):
+        return State()
+
+app = create_app(Sums, SumAction, Question, env_name="sums")
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(
+    importlib.util.find_spec("openenv") is None,
+    reason="openenv is not installed: its dependencies are not those of training",
+)
+def test_a_server_of_the_real_package(tmp_path: Path) -> None:
+    (tmp_path / "sums_app.py").write_text(REAL)
+    uvicorn = "-m uvicorn sums_app:app --port {port} --log-level warning"
+    command = f"{sys.executable} {uvicorn} --app-dir {tmp_path}"
+
+    async def run() -> list[Trajectory]:
+        engine = Engine(["7", "7"])
+        async with OpenEnv(command, 4) as env:  # one session, as servers have by default
+            return list(await asyncio.gather(*(sample(env, engine) for _ in range(2))))
+
+    found = asyncio.run(run())
+    assert [one.score and one.score.score for one in found] == [7.0, 7.0]

@@ -1,0 +1,418 @@
+"""Play episodes of an OpenEnv server (0.10), over its own wire: one WebSocket per sample.
+
+    env.openenv=http://127.0.0.1:8000
+    env.openenv="envs/game/bin/python -m uvicorn game.server:app --port {port}"
+
+The first message is the row's prompt and the observation of `reset`. Each turn of the model is
+turned into an action, and each observation into a message of the user. The score is the sum of the
+rewards. What the server or the network does wrong ends the sample unscored, with its class; what
+the model does wrong is an observation that says so.
+"""
+
+import asyncio
+import importlib
+import json
+import re
+import shlex
+import socket
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+import aiohttp
+
+from verlite.envs.chat import Chat
+from verlite.envs.factory import EnvFactory, Generate, Played
+from verlite.envs.step import Step, ToolError
+from verlite.importing import find, names_a_file
+from verlite.own_process import OwnProcess, ProcessEnded
+
+WAIT_S = 0.25
+"""Between two tries to get one of the server's sessions, or to reach one that starts."""
+MAX_MESSAGE = 64 << 20
+"""Bytes of one message of a server."""
+OURS = ("metadata",)
+"""Fields of actions and observations that are not for the model."""
+RESET = "reset"
+"""Entry of a row's extra_info: parameters of `reset`."""
+_FENCE = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+ToAction = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
+"""(the model's text, JSON schema of the actions) -> action. Raises ValueError: a mistake of the
+model, which it is told."""
+ToText = Callable[[Mapping[str, Any]], str]
+"""Observation -> text for the model."""
+
+
+class EnvironmentLost(ToolError):
+    """The server cannot be reached, or the connection broke."""
+
+
+class EnvironmentTimeout(ToolError):
+    """The server did not answer in time."""
+
+
+class EnvironmentRefused(ToolError):
+    """The server gave no session."""
+
+
+class EnvironmentFailed(ToolError):
+    """The environment raised an error, or answered what is not of OpenEnv."""
+
+
+class Rejected(ValueError):
+    """The server's model of actions does not fit an action."""
+
+
+def action_of(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the action in a text of the model. What is before </think> does not count.
+
+    A JSON object (alone, or in a fence) with fields of the schema is the action. Otherwise, if the
+    schema has one required field, or one at all: the stripped text if it is a string, its last
+    number if it is a number, the choice that it names last if the schema lists choices.
+
+    Raises:
+        ValueError: there is no action in it.
+    """
+    text = text.rpartition("</think>")[2].strip()
+    fields = {n: f for n, f in (schema.get("properties") or {}).items() if n not in OURS}
+    fenced = _FENCE.findall(text)
+    try:
+        value = json.loads(fenced[-1] if fenced else text)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and (not fields or set(value) <= set(fields)):
+        return value
+    required = [name for name in schema.get("required") or () if name in fields]
+    names = required or list(fields)
+    if len(names) == 1 and not isinstance(value, dict):
+        found = _value(text, fields[names[0]])
+        if found is not None:
+            return {names[0]: found}
+    raise ValueError(
+        "write one JSON object with " + (", ".join(map(repr, fields)) or "the fields of an action")
+    )
+
+
+def _value(text: str, field: Mapping[str, Any]) -> Any:
+    """Return the value of a field in a text; None if there is none."""
+    if "enum" in field:
+        at = {choice: text.rfind(str(choice)) for choice in field["enum"]}
+        best = max(at, key=lambda choice: at[choice], default=None)
+        return best if best is not None and at[best] >= 0 else None
+    numbers = _NUMBER.findall(text)
+    match field.get("type"):
+        case "string":
+            return text
+        case "integer" if numbers and "." not in numbers[-1]:
+            return int(numbers[-1])
+        case "number" if numbers:
+            return float(numbers[-1])
+        case "boolean" if text.lower() in ("true", "false", "yes", "no"):
+            return text.lower() in ("true", "yes")
+    return None
+
+
+def text_of(observation: Mapping[str, Any]) -> str:
+    """Return an observation as text: its only text, or its fields as JSON. Metadata is left out."""
+    fields = {name: value for name, value in observation.items() if name not in OURS}
+    if len(fields) == 1:
+        (value,) = fields.values()
+        if isinstance(value, str):
+            return value
+    return json.dumps(fields, ensure_ascii=False)
+
+
+class OpenEnv(EnvFactory):
+    """The server of a run. With a command each rollout worker starts one of its own."""
+
+    plays = True
+
+    def __init__(
+        self,
+        server: str,
+        max_turns: int,
+        max_obs_length: int = 512,
+        scores: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        action: str | None = None,
+        observation: str | None = None,
+        timeout_s: float = 60.0,
+        session_s: float = 300.0,
+        start_s: float = 120.0,
+        memory_gb: float = 16.0,
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            server: its URL; or a command, in which {port} is where it must listen.
+            max_turns: actions of an episode, at most.
+            max_obs_length: tokens of an observation, at most. Longer ones are cut at their end.
+            scores: whether the sum of rewards is the score, not a reward function's.
+            template_kwargs: data.apply_chat_template_kwargs.
+            action: FILE.py:NAME or module:NAME in place of `action_of`.
+            observation: the same in place of `text_of`.
+            timeout_s: longest time of one answer of the server, in seconds.
+            session_s: how long to wait for a session of a server that has no more, in seconds.
+            start_s: how long a command may take to start, in seconds.
+            memory_gb: limit of a command's memory, in GiB.
+
+        Raises:
+            ValueError: a setting cannot be used. OwnCodeError: a function cannot be imported.
+        """
+        self._base = server.rstrip("/") if re.match(r"(https?|wss?)://", server) else None
+        self._base = self._base and re.sub("^ws", "http", self._base)
+        self._words = [] if self._base else shlex.split(server)
+        if not self._base and "{port}" not in server:
+            raise ValueError(
+                f"env.openenv={server} must be a URL, or a command with {{port}}, such as "
+                "python -m uvicorn game.server:app --port {port}"
+            )
+        self._max_turns = max_turns
+        self._max_obs_length = max_obs_length
+        self._scores = scores
+        self._template_kwargs = dict(template_kwargs or {})
+        self._to_action: ToAction = _function(action) if action else action_of
+        self._to_text: ToText = _function(observation) if observation else text_of
+        self._timeout_s, self._session_s, self._start_s = timeout_s, session_s, start_s
+        self._memory_gb = memory_gb
+        self._stack = AsyncExitStack()
+        self._program: OwnProcess | None = None
+        self._schema: Mapping[str, Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._stack = AsyncExitStack()
+        limits = aiohttp.ClientTimeout(total=self._timeout_s)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._http = await self._stack.enter_async_context(
+            aiohttp.ClientSession(timeout=limits, connector=connector)
+        )
+        if self._words:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            words = [word.replace("{port}", str(port)) for word in self._words]
+            self._url = f"http://127.0.0.1:{port}"
+            self._program = await self._stack.enter_async_context(
+                OwnProcess(words, self._answers, start_s=self._start_s, memory_gb=self._memory_gb)
+            )
+        else:
+            self._url = str(self._base)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+        self._program = None
+
+    async def check(self) -> str | None:
+        """Read the server's schema. A command is started for it. Raises ToolError."""
+        async with self:
+            await self._ready()
+        return None
+
+    async def play(
+        self, row: Mapping[str, Any], tokenizer: Any, sampling: Any, generate: Generate
+    ) -> Played:
+        """Play an episode; see `EnvFactory.play`. Raises ToolError, TemplateError."""
+        chat = Chat(tokenizer, (), self._template_kwargs)
+
+        def message(text: str) -> dict[str, Any]:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) > self._max_obs_length:
+                text = tokenizer.decode(ids[: self._max_obs_length])
+            return {"role": "user", "content": text}
+
+        async with _Episode(self, reset_of(row["prompt"], row["extra_info"])) as episode:
+            messages = [*row["prompt"], message(await episode.reset())]
+            prompt = chat.encode_messages(chat.render, messages)
+            ids, mask, rewards = list(prompt), list[int](), list[float]()
+            for turn in range(1, self._max_turns + 1):
+                answer = await generate(ids, None, ())
+                ids, mask = [*ids, *answer.ids], [*mask, *[1] * len(answer.ids)]
+                if answer.finish_reason == "length":
+                    break
+                text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
+                step = await episode.step(text, False)
+                rewards.append(step.reward)
+                if step.done or turn == self._max_turns:
+                    break
+                told = message(step.obs)
+                after = chat.continuation(ids, messages, [told], "</think>" in text)
+                ids, mask = [*ids, *after], [*mask, *[0] * len(after)]
+                messages += [{"role": "assistant", "content": text}, told]
+        if rewards and not episode.is_scored:
+            raise EnvironmentFailed(f"{self._url} gave no reward in the whole episode")
+        score = sum(rewards) if self._scores else None
+        return Played(prompt, ids[len(prompt) :], mask, score=score, turn_scores=rewards)
+
+    def env(self, extra_info: Mapping[str, Any]) -> "_Episode":
+        """Return an episode that is played turn by turn, as `verlite contract env` does."""
+        return _Episode(self, reset_of([], extra_info))
+
+    async def _ready(self) -> Mapping[str, Any]:
+        """Start the command if it does not run. Return the schema of the actions."""
+        if self._program is not None:
+            try:
+                await self._program.running()
+            except ProcessEnded as error:
+                raise EnvironmentLost(f"env.openenv: {error}") from error
+        if self._schema is None:
+            schema = await self._get("/schema")
+            if not isinstance(schema, dict) or not isinstance(schema.get("action"), dict):
+                raise EnvironmentFailed(f"{self._url}/schema has no schema of actions")
+            self._schema = schema["action"]
+        return self._schema
+
+    async def _answers(self, program: OwnProcess) -> None:
+        while True:
+            try:
+                await self._get("/health")
+                return
+            except ToolError:
+                await asyncio.sleep(WAIT_S)
+
+    async def _get(self, path: str) -> Any:
+        try:
+            async with self._http.get(self._url + path) as response:
+                if response.status != 200:
+                    raise EnvironmentFailed(f"{self._url}{path} answers {response.status}")
+                return await response.json()
+        except TimeoutError as error:
+            raise self.late(path) from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EnvironmentLost(f"{self._url}{path}: {_words(error)}") from error
+
+    def late(self, what: str) -> EnvironmentTimeout:
+        """Return the error for an answer that did not come."""
+        return EnvironmentTimeout(
+            f"{self._url} did not answer {what} within env.kwargs.timeout_s={self._timeout_s:g}"
+        )
+
+
+class _Episode:
+    """The episode of one sample, in a session of the server until the connection ends.
+
+    Attributes:
+        is_scored: whether there was a reward, or a mistake of the model.
+    """
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, server: OpenEnv, reset: Mapping[str, Any]) -> None:
+        self._server = server
+        self._reset = reset
+        self._schema: Mapping[str, Any] | None = None
+        self._socket: Any = None
+        self._first = 0.0
+        self.is_scored = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+
+    async def reset(self) -> str:
+        """Begin. Return the first observation as text. Raises ToolError."""
+        self._schema = await self._server._ready()
+        result = await self.ask(RESET, self._reset)
+        self._first = self._reward(result)
+        return self._server._to_text(result["observation"])
+
+    async def step(self, text: str, last: bool) -> Step:
+        """See `Env.step`. A reward of reset is added to that of the first turn."""
+        if self._schema is None:
+            await self.reset()
+        if last:
+            return Step()
+        first, self._first = self._first, 0.0
+        try:
+            action = dict(self._server._to_action(text, self._schema or {}))
+            result = await self.ask("step", action)
+        except ValueError as mistake:
+            self.is_scored = True
+            return Step(f"Error: {mistake}", valid=False, reward=first)
+        reward = first + self._reward(result)
+        told = self._server._to_text(result["observation"])
+        return Step(told, done=result["done"], reward=reward, info={"called": True})
+
+    def _reward(self, result: Mapping[str, Any]) -> float:
+        self.is_scored |= result["reward"] is not None
+        return float(result["reward"] or 0.0)
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a message. Return observation, reward and done. Raises ToolError, Rejected."""
+        server = self._server
+        limit = asyncio.get_running_loop().time() + server._session_s
+        while True:
+            try:
+                async with asyncio.timeout(server._timeout_s):
+                    answer = await self._exchange({"type": kind, "data": data})
+            except TimeoutError as error:
+                raise server.late(kind) from error
+            except (aiohttp.ClientError, OSError, TypeError) as error:
+                raise EnvironmentLost(f"{server._url}/ws: {_words(error)}") from error
+            except ValueError as error:
+                raise EnvironmentFailed(f"{server._url}/ws answered {kind}: {error}") from error
+            told = answer.get("data") if isinstance(answer, dict) else None
+            if not isinstance(told, dict):
+                raise EnvironmentFailed(f"{server._url}/ws answered {kind} with {answer!r:.200}")
+            if answer.get("type") != "error":
+                return _checked(told, kind, server._url)
+            code, message = told.get("code"), str(told.get("message"))[:500]
+            if code == "VALIDATION_ERROR" and kind == "step":
+                raise Rejected(f"the action is not valid: {_errors(told)}")
+            if code == "EXECUTION_ERROR":
+                raise EnvironmentFailed(f"{server._url}: {kind} raised {message}")
+            if code != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > limit:
+                raise EnvironmentRefused(f"{server._url} refuses {kind}: {code}: {message}")
+            await self._socket.close()
+            self._socket = None
+            await asyncio.sleep(WAIT_S)
+
+    async def _exchange(self, message: Mapping[str, Any]) -> Any:
+        if self._socket is None:
+            self._socket = await self._server._http.ws_connect(
+                f"{self._server._url}/ws", max_msg_size=MAX_MESSAGE
+            )
+        await self._socket.send_json(message)
+        return await self._socket.receive_json()
+
+
+def reset_of(prompt: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of `reset`: extra_info.reset, and a seed that is the same for all
+    samples of a row."""
+    told = json.dumps([prompt, extra_info], sort_keys=True, default=str)
+    return {"seed": zlib.crc32(told.encode()) >> 1} | dict(extra_info.get(RESET) or {})
+
+
+def _checked(told: Mapping[str, Any], kind: str, url: str) -> Mapping[str, Any]:
+    """Return an answer that has an observation. Raises EnvironmentFailed."""
+    if not isinstance(told.get("observation"), dict):
+        raise EnvironmentFailed(f"{url}/ws answered {kind} without an observation: {told!r:.200}")
+    return {"reward": None, **told, "done": bool(told.get("done"))}
+
+
+def _errors(told: Mapping[str, Any]) -> str:
+    errors: Sequence[Any] = told.get("errors") or ()
+    words = [
+        f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg')}"
+        for one in errors
+        if isinstance(one, dict)
+    ]
+    return "; ".join(words)[:500] or str(told.get("message"))
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _function(place: str) -> Any:
+    """Return the function FILE.py:NAME or module:NAME. Raises OwnCodeError."""
+    module, _, name = place.rpartition(":")
+    if not names_a_file(module):
+        importlib.invalidate_caches()
+    return find(module, name)
