@@ -1,8 +1,9 @@
 """The whole OpenEnv recipe: build a model and episodes, warm the model up, train it on a server.
 
-    python recipes/openenv/run.py env.openenv="PYTHON -m uvicorn server:app --app-dir ... --port {port}"
+    python recipes/openenv/run.py [key=value ...]
 
-Overrides go to main_ppo.
+Overrides go to main_ppo, for example env.openenv=http://127.0.0.1:8000. It needs the package
+openenv in an environment of its own (README.md).
 """
 
 import sys

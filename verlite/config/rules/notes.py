@@ -90,7 +90,8 @@ NOTES: tuple[tuple[Callable[[Context], Any], str], ...] = (
          and c.async_training.kv_cache == "mixed"),
      "async_training.kv_cache=mixed is the same as salted with the engine hf, which reuses no "
      "cached prefixes"),
-    (lambda c: c.turns and not plan.decides_turns(c.config) and plan.worst_case(c.config) > c.longest,
+    (lambda c: (c.turns and not plan.decides_turns(c.config)
+         and plan.worst_case(c.config) > c.longest),
      "samples may not fit: {c.length_arithmetic}"),
     (lambda c: "actor_rollout_ref.rollout.n_agent" in c.old_names and c.n > 1,
      "actor_rollout_ref.actor.ppo_mini_batch_size counts prompts here, {c.n} samples each; "
