@@ -12,6 +12,10 @@ from aiohttp import web
 
 from tests.envs.openenv_server import SCHEMA, Server
 from tests.models import tiny_tokenizer
+from verlite.config.compile import env_spec
+from verlite.config.load import compose
+from verlite.config.plan import make_plan
+from verlite.contracts.envs import check_env
 from verlite.envs.openenv import OpenEnv, action_of, reset_of, text_of
 from verlite.rollout.loop import run_loop
 from verlite.rollout.types import Completion, Sampling, Status, Task, Trajectory
@@ -193,9 +197,40 @@ def test_a_server_of_ones_own() -> None:
     assert "EnvironmentLost: env.openenv: " in str(asyncio.run(fail()).error)
 
 
+def test_one_key_is_a_run_of_episodes() -> None:
+    def spec(*given: str) -> tuple[Any, Any]:
+        base = ["actor_rollout_ref.model.path=model", "data.train_files=rows.parquet"]
+        config = compose(None, [*base, "env.openenv=http://h:1", *given], check=False).config
+        return env_spec(config), make_plan(config, "cpu", count_rows=False)
+
+    env, plan = spec("data.max_response_length=77", "env.kwargs.timeout_s=5")
+    assert (env.name, env.kwargs["server"], env.kwargs["scores"]) == ("openenv", "http://h:1", True)
+    assert env.kwargs["max_turns"] == plan.max_turns == 32 and env.kwargs["timeout_s"] == 5
+    assert plan.longest_response == plan.longest_sequence - 1
+    assert "http://h:1, episodes of up to 32 actions: answers of up to 77 tokens" in plan.turns
+    own, plan = spec("custom_reward_function.path=mine.py", "max_turns=3")
+    assert not own.kwargs["scores"] and plan.max_turns == own.kwargs["max_turns"] == 3
+
+
 def test_the_command_says_where_to_listen() -> None:
     with pytest.raises(ValueError, match="must be a URL, or a command with {port}"):
         OpenEnv("python serve.py", 4)
+
+
+def test_the_contract_of_environments_holds() -> None:
+    async def run() -> list[str]:
+        runner = web.AppRunner(Server().app(), shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        kwargs = {"server": f"http://127.0.0.1:{port}", "max_turns": 4}
+        report = await asyncio.to_thread(check_env, "openenv", kwargs, ["5", "4"], [{"index": 1}])
+        await runner.cleanup()
+        assert report.turns > 5
+        return report.lines()
+
+    assert asyncio.run(run()) == []
 
 
 @pytest.mark.parametrize(
