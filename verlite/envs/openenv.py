@@ -224,7 +224,9 @@ class OpenEnv(EnvFactory):
                 text = tokenizer.decode(ids[: self._max_obs_length])
             return {"role": "user", "content": text}
 
-        async with _Episode(self, reset_of(row["prompt"], row["extra_info"])) as episode:
+        async with AsyncExitStack() as stack:
+            episode = _Episode(self, reset_of(row["prompt"], row["extra_info"]))
+            stack.push_async_callback(episode.leave)
             messages = [*row["prompt"], message(await episode.reset())]
             prompt = chat.encode_messages(chat.render, messages)
             ids, mask, rewards = list(prompt), list[int](), list[float]()
@@ -308,12 +310,11 @@ class _Episode:
         self._first = 0.0
         self.is_scored = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
+    async def leave(self) -> None:
+        """End the session."""
         if self._socket is not None:
             await self._socket.close()
+            self._socket = None
 
     async def reset(self) -> str:
         """Begin. Return the first observation as text. Raises ToolError."""
@@ -327,6 +328,7 @@ class _Episode:
         if self._schema is None:
             await self.reset()
         if last:
+            await self.leave()
             return Step()
         first, self._first = self._first, 0.0
         try:
@@ -337,6 +339,8 @@ class _Episode:
             return Step(f"Error: {mistake}", valid=False, reward=first)
         reward = first + self._reward(result)
         told = self._server._to_text(result["observation"])
+        if result["done"]:
+            await self.leave()
         return Step(told, done=result["done"], reward=reward, info={"called": True})
 
     def _reward(self, result: Mapping[str, Any]) -> float:
@@ -369,8 +373,7 @@ class _Episode:
                 raise EnvironmentFailed(f"{server._url}: {kind} raised {message}")
             if code != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > limit:
                 raise EnvironmentRefused(f"{server._url} refuses {kind}: {code}: {message}")
-            await self._socket.close()
-            self._socket = None
+            await self.leave()
             await asyncio.sleep(WAIT_S)
 
     async def _exchange(self, message: Mapping[str, Any]) -> Any:
