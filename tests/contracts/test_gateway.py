@@ -1,17 +1,14 @@
 """The conformance suite finds planted faults in verlite's own gateway, which keeps all rules."""
 
 import asyncio
-import dataclasses
 import itertools
 import random
 
 import pytest
 
+from tests.gateway.mixed import FAULTS, MASK, planted, rows_of
 from tests.gateway.test_gateway import tokenizer
-from verlite.contracts.gateway import DIALECTS, RULES, Row, check_gateway
-from verlite.envs.chat import Chat
-from verlite.gateway.agents import as_trajectory
-from verlite.gateway.conversation import Session
+from verlite.contracts.gateway import DIALECTS, RULES, check_gateway
 from verlite.gateway.server import Gateway
 from verlite.http.server import bind, url
 from verlite.rollout.types import Completion, Sampling
@@ -48,25 +45,12 @@ class Babbler:
         return Completion(ids, log_probs, reason, [(1, len(ids))])
 
 
-def rows_of(session, inverted):
-    """Return what is trained of a session: each of its branches."""
-    sample = as_trajectory(session, [])
-    before = [0] * len(sample.prompt_ids)
-    ids = sample.prompt_ids + sample.response_ids
-    mask = before + [value ^ inverted for value in sample.response_mask]
-    log_probs = before + sample.log_probs
-    ends = list(itertools.accumulate(sum(branch) for branch in sample.branches))
-    parts = [slice(*span) for span in itertools.pairwise([0, *ends])]
-    assert ends[-1] == len(ids)
-    return [Row(ids[part], mask[part], log_probs[part]) for part in parts]
-
-
-def findings_of(inverted=False):
+def findings_of(inverted=False, template="qwen3"):
     """Return the state of each rule by (dialect, rule), and the details of those that are not
     kept."""
 
     async def talk():
-        async with Gateway(Babbler(tokenizer()), 4000) as gateway:
+        async with Gateway(Babbler(tokenizer(template)), 4000) as gateway:
             session = gateway.open(Sampling(max_tokens=100))
             found = await asyncio.to_thread(
                 check_gateway, session.base_url, session.token, lambda: rows_of(session, inverted)
@@ -95,51 +79,21 @@ def test_a_url_without_a_server_is_named():
             check_gateway(f"{address}/")
 
 
-def render_again(gateway, asked, match):
-    chat = Chat(gateway._engine.tokenizer, asked.tools, gateway._template_kwargs)
-    return chat.encode_messages(chat.render, asked.messages), True
+RULES_OF_FAULTS = {
+    "a re-render in place of a bridge": {"turns", "Unicode", "parallel requests"},
+    "merged siblings": {"retries"},
+    "a lost tool result": {"tool results"},
+    "a rewritten history that is bridged": {"thoughts"},
+    MASK: {"rows"},
+}
 
 
-def first_candidate(match):
-    def planted(self, messages, named=None):
-        found = match(self, messages, named)
-        if found.candidates < 2:
-            return found
-        return dataclasses.replace(found, parent=self.nodes[found_number(self, messages)])
-
-    def found_number(self, messages):
-        from verlite.gateway.conversation import _digests
-
-        digests = _digests(messages)
-        return next(self._answered[d][0].number for d in digests[::-1] if d in self._answered)
-
-    return planted
-
-
-def without_tools(render):
-    return lambda self, messages: render(
-        self, [message for message in messages if message["role"] != "tool"] or messages
-    )
-
-
-@pytest.mark.parametrize(
-    ("fault", "rules"),
-    [
-        ("a re-render in place of a bridge", {"turns", "Unicode", "parallel requests"}),
-        ("merged siblings", {"retries"}),
-        ("a lost tool result", {"tool results"}),
-        ("a mask off by one turn", {"rows"}),
-    ],
-)
-def test_a_planted_fault_is_found(monkeypatch, fault, rules):
-    if fault == "a re-render in place of a bridge":
-        monkeypatch.setattr(Gateway, "_encode_chat", render_again)
-    elif fault == "merged siblings":
-        monkeypatch.setattr(Session, "match", first_candidate(Session.match))
-    elif fault == "a lost tool result":
-        monkeypatch.setattr(Chat, "render", without_tools(Chat.render))
-    states, others, _ = findings_of(inverted=fault == "a mask off by one turn")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    rules = RULES_OF_FAULTS[fault]
+    with planted(fault):
+        states, others, _ = findings_of(inverted=fault == MASK)
     broken = {rule for (_, rule), state in states.items() if state == "broken"}
     assert rules <= broken, others
-    if fault != "a re-render in place of a bridge":
-        assert broken - {"rows"} <= rules, others
+    if fault in ("merged siblings", "a lost tool result"):
+        assert broken - {"rows", "thoughts"} <= rules, others

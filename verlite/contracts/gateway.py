@@ -12,6 +12,7 @@ is reported as such, and not as kept.
 """
 
 import math
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -341,6 +342,38 @@ def _broken_streams(talk: Talk) -> str:
     return "one cut after its first bytes, one left before them"
 
 
+def _thoughts(talk: Talk) -> str:
+    """Templates such as Qwen3's leave out thoughts of earlier turns once the user speaks again. A
+    prompt either goes on after all that the model saw, or is the one that the template writes."""
+    begin, words = talk.opening("What is there?"), {"role": "assistant", "content": "I see."}
+
+    def history(thought: str) -> list[Json]:
+        content = f"<think>\n{thought}\n</think>\n\nI look."
+        said, *result = talk.dialect.tool("it was 7")
+        if talk.dialect.path == "responses":
+            return [begin, {"role": "assistant", "content": content}, said, *result]
+        if isinstance(said["content"], list):
+            content = [{"type": "text", "text": content}, *said["content"]]
+        return [begin, said | {"content": content}, *result]
+
+    one, other = history("it is red"), history("it is blue")
+    turn = talk.ask(one)
+    if turn.prompt == talk.ask(other).prompt:
+        raise Unseen("the chat template never writes thoughts")
+    later = [talk.ask([*own, words, user("And now?")]).prompt for own in (one, other)]
+    if later[0] != later[1]:
+        raise Unseen("the chat template keeps thoughts")
+    exact(turn, talk.ask([*one, *turn.said, *talk.dialect.tool("it was 8")]))  # nobody spoke
+    tail = [*turn.said, user("And now?")]
+    after, fresh = talk.ask([*one, *tail]), talk.ask([*other, *tail])
+    if after.prompt[: len(turn.context)] == turn.context:
+        return "kept in the prompt, as the model saw them"
+    if after.prompt != fresh.prompt:
+        raise Broken("a prompt whose template left out thoughts is not what the template writes")
+    exact(after, talk.ask([*one, *tail, *after.said, *talk.dialect.tool("it was 9")]))
+    return "left out of the next prompt, as the template writes it"
+
+
 def _unicode(talk: Talk) -> str:
     history = [talk.opening(TRICKY)]
     turn = talk.ask(history)
@@ -429,9 +462,34 @@ RULES: dict[str, Callable[[Talk], str]] = {
     "retries": _retries,
     "parallel requests": _parallel,
     "broken streams": _broken_streams,
+    "thoughts": _thoughts,
     "Unicode": _unicode,
     "counts": _counts,
 }
+
+
+def mixed(url: str, key: str, seed: int, count: int = 3) -> tuple[list[Finding], list[Turn]]:
+    """Check some rules at random, each in a dialect at random, at once and in one session. Return
+    what became of them, and the answers.
+
+    Args: as of `check_gateway`; `count` rules.
+    """
+    rng = random.Random(seed)
+    with _client(key) as http, ThreadPoolExecutor(count) as pool:
+        talks = [Talk(http, url, "", rng.choice([*DIALECTS.values()])) for _ in range(count)]
+        rules = rng.sample([rule for rule in RULES if rule != "counts"], count)
+
+        def one(talk: Talk, rule: str) -> Finding:
+            return _finding(talk.dialect.path, rule, RULES[rule], talk)
+
+        findings = list(pool.map(one, talks, rules))
+    return findings, [turn for talk in talks for turn in talk.turns]
+
+
+def _client(key: str) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=16)
+    return httpx.Client(timeout=TIMEOUT_S, headers=headers, limits=limits, trust_env=False)
 
 
 def check_gateway(
@@ -446,11 +504,9 @@ def check_gateway(
             wrote in an answer must be trained in exactly one row, after the tokens that it saw, and
             with its log-prob.
     """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     findings: list[Finding] = []
     turns: list[Turn] = []
-    limits = httpx.Limits(max_connections=16)
-    with httpx.Client(timeout=TIMEOUT_S, headers=headers, limits=limits, trust_env=False) as http:
+    with _client(key) as http:
         url = url.rstrip("/")
         try:
             model = http.get(f"{url}/models").json()["data"][0]["id"]
@@ -473,8 +529,13 @@ def check_gateway(
             findings.append(_finding(name, "tokens", check, talk))
         turns += talk.turns
     if rows is not None:
-        findings.append(_finding("all", "rows", lambda _: _rows(turns, rows()), None))
+        findings.append(check_rows(turns, rows()))
     return findings
+
+
+def check_rows(turns: Sequence[Turn], rows: Sequence[Row]) -> Finding:
+    """Return whether each token of an answer is trained once, and none of a prompt."""
+    return _finding("all", "rows", lambda _: _rows(turns, rows), None)
 
 
 def _finding(dialect: str, rule: str, check: Callable[[Any], str], talk: Talk | None) -> Finding:
