@@ -57,7 +57,7 @@ def findings_of(inverted=False, template="qwen3"):
             )
             return found, session.record
 
-    found, record = asyncio.run(asyncio.wait_for(talk(), 240))
+    found, record = asyncio.run(asyncio.wait_for(talk(), 600))
     states = {(finding.dialect, finding.rule): finding.state for finding in found}
     return states, [finding for finding in found if finding.state != "kept"], record
 

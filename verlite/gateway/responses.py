@@ -81,7 +81,7 @@ def _messages(items: Sequence[Any], names: list[str]) -> list[Json]:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             own = _answer_of(item.get("call_id"))
-            is_other = None not in (last, own) and last != own
+            is_other = last is not None and own != last
             if not found or found[-1]["role"] != "assistant" or is_other:
                 found.append({"role": "assistant", "content": ""})
             last = own
