@@ -348,7 +348,7 @@ def _thoughts(talk: Talk) -> str:
     begin, words = talk.opening("What is there?"), {"role": "assistant", "content": "I see."}
 
     def history(thought: str) -> list[Json]:
-        content = f"<think>\n{thought}\n</think>\n\nI look."
+        content: Any = f"<think>\n{thought}\n</think>\n\nI look."
         said, *result = talk.dialect.tool("it was 7")
         if talk.dialect.path == "responses":
             return [begin, {"role": "assistant", "content": content}, said, *result]
