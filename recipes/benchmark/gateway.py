@@ -3,10 +3,10 @@ and memory per session.
 
 python recipes/benchmark/gateway.py [--engine vllm] [--sessions 64] [--turns 8] [--rounds 5]
 
-Both sides generate answers of the same lengths after prompts of the same lengths, with the same
-number of turns at a time, on the same cores, in turns. The engine alone gets the prompts of the
-gateway's round before. Prefix caches are empty at the start of each. The client runs in a process
-of its own.
+Both sides generate the same numbers of tokens after the same numbers of tokens, with the same
+number of turns at a time, on the same cores, in turns. The engine alone goes on with what it has
+sampled itself. Prefix caches are empty at the start of each. The client runs in a process of its
+own.
 """
 
 import argparse
@@ -75,15 +75,17 @@ async def through(gateway: Gateway, count: int, turns: int) -> tuple[list[OpenSe
     return sessions, found
 
 
-async def alone(engine: BatchedEngine, prompts: list[list[list[int]]]) -> dict[str, float]:
-    """Generate the answers of sessions, given the prompts of each."""
+async def alone(engine: BatchedEngine, given: list[list[list[int]]]) -> dict[str, float]:
+    """Generate the answers of sessions, given the tokens in front of each answer."""
 
     async def one(own: list[list[int]]) -> None:
-        for prompt in own:
-            await engine.generate(prompt, SAMPLING)
+        context: list[int] = []
+        for ids in own:
+            context = context + ids
+            context = context + (await engine.generate(context, SAMPLING)).ids
 
     async def everyone() -> None:
-        await asyncio.gather(*map(one, prompts))
+        await asyncio.gather(*map(one, given))
 
     return await measured(everyone())
 
@@ -104,11 +106,11 @@ async def measure(args: argparse.Namespace) -> dict:
     async with Gateway(engine, longest) as gateway:
         sessions, _ = await through(gateway, args.sessions, args.turns)
         for number in range(args.rounds):
-            prompts = [[node.prompt for node in session.record.nodes] for session in sessions]
+            given = [[node.given for node in session.record.nodes] for session in sessions]
             for session in sessions:
                 gateway.close(session)
             engine._call(lambda core: core.reset_caches())
-            own.append(await alone(engine, prompts))
+            own.append(await alone(engine, given))
             engine._call(lambda core: core.reset_caches())
             sessions, found = await through(gateway, args.sessions, args.turns)
             ours.append(found)
