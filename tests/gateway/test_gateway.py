@@ -14,6 +14,7 @@ from tests.gateway.speaker import Speaker, session_of, streamed, tool, user
 from tests.rollout.oracle import float64_model, naive_log_probs
 from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
+from verlite.gateway import server
 from verlite.gateway.agents import as_trajectory
 from verlite.gateway.conversation import Root, State
 from verlite.gateway.openai import read_chat
@@ -590,6 +591,22 @@ def test_a_gateway_that_ends_while_requests_run_does_not_wait_for_them():
         return engine.cancelled
 
     assert asyncio.run(asyncio.wait_for(talk(), 60)) == 1
+
+
+def test_a_program_that_never_ends_is_refused_after_its_last_request(monkeypatch):
+    """Choices count, too. What was answered stays."""
+    monkeypatch.setattr(server, "MAX_REQUESTS", 3)
+
+    async def talk():
+        async with session_of(Speaker(tokenizer(), *"abc")) as client:
+            await client.say([user("u")])
+            asked = [{"n": 3}, {"n": 2}, {}]
+            found = [await client.post("chat/completions", messages=MESSAGE, **a) for a in asked]
+            return [answer.status_code for answer in found], found[-1].json(), client.session.record
+
+    statuses, answer, record = asyncio.run(talk())
+    assert statuses == [400, 200, 400] and "at most 3 requests" in answer["error"]["message"]
+    assert [node.state for node in record.nodes] == [State.ANSWERED] * 3
 
 
 MESSAGE = [user("u")]
