@@ -800,42 +800,14 @@ def test_suggestions_prefer_same_last_part():
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "hf_token",
-        "reward_kwargs.api_key",
-        "AWS_SECRET_ACCESS_KEY",
-        "apiKey",
-        "key",
-        "password",
-        "client_secret",
-        "auth_tokens",
-        "wandb_api_key",
-        "credentials",
-        "serper_key",
-        "openai_key",
-        "hf_tokens",
-        "access_key_id",
-        "Authorization",
-        "pwd",
-        "DB_PASS",
-        "REDIS_AUTH",
-        "GITHUB_PAT",
-        "OPENAI_API_KEY_2",
-        "TOKEN2",
-        "env.kwargs.token-3",
-        "DBPASS",
-        "PGPASS",
-        "X_API_KEY_PROD",
-        "SECRET_KEY_BASE",
-        "apiKeyProd",
-        "HF_TOKEN_STAGING",
-        "DJANGO_SECRET_OLD",
-        "PASS_FOR_DB",
-        "reward_kwargs.judge_api_key_backup",
-        "OPENAI_API_KEYS_EU",
-        "ADMIN_PASSWORD_V2",
-        "API_KEY_VALUE",
-    ],
+    """
+    hf_token reward_kwargs.api_key AWS_SECRET_ACCESS_KEY apiKey key password client_secret
+    auth_tokens wandb_api_key credentials serper_key openai_key hf_tokens access_key_id
+    Authorization pwd DB_PASS REDIS_AUTH GITHUB_PAT OPENAI_API_KEY_2 TOKEN2 env.kwargs.token-3
+    DBPASS PGPASS X_API_KEY_PROD SECRET_KEY_BASE apiKeyProd HF_TOKEN_STAGING DJANGO_SECRET_OLD
+    PASS_FOR_DB reward_kwargs.judge_api_key_backup OPENAI_API_KEYS_EU ADMIN_PASSWORD_V2
+    API_KEY_VALUE
+    """.split(),
 )
 def test_secrets_are_masked(key):
     assert is_secret(key, "abc") and display(key, "abc") == "***"
@@ -870,41 +842,13 @@ def test_secrets_in_urls_are_masked(url, shown):
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "data.image_key",
-        "gdpo_reward_keys",
-        "teacher_key",
-        "data.prompt_key",
-        "reward_fn_key",
-        "max_tokens",
-        "pad_token",
-        "stop_token",
-        "monkey",
-        "PATH",
-        "author",
-        "bypass",
-        "compass_2",
-        "image_key_2",
-        "tokenizer",
-        "tokenizer_name",
-        "TOKENIZERS_PARALLELISM",
-        "keyboard",
-        "KEYCLOAK_URL",
-        "key_dim",
-        "num_key_value_heads",
-        "passes",
-        "passenger_name",
-        "forward_pass",
-        "pass_at_k",
-        "token_ids",
-        "tokens_per_step",
-        "token_level_scores",
-        "SSH_AUTH_SOCK",
-        "PWD",
-        "OLDPWD",
-        "secretary",
-        "token_env",
-    ],
+    """
+    data.image_key gdpo_reward_keys teacher_key data.prompt_key reward_fn_key max_tokens
+    pad_token stop_token monkey PATH author bypass compass_2 image_key_2 tokenizer
+    tokenizer_name TOKENIZERS_PARALLELISM keyboard KEYCLOAK_URL key_dim num_key_value_heads
+    passes passenger_name forward_pass pass_at_k token_ids tokens_per_step token_level_scores
+    SSH_AUTH_SOCK PWD OLDPWD secretary token_env
+    """.split(),
 )
 def test_column_and_token_names_are_not_masked(key):
     assert not is_secret(key, "images") and display(key, "images") == "images"

@@ -16,7 +16,6 @@ from verlite.cli.before_run import check
 from verlite.config import plan
 
 PAGES = sorted(pages.PAGES.glob("*.md"))
-OPTIONS = ("--config-path", "--config-name")
 
 
 def commands(page: Path) -> list[list[str]]:

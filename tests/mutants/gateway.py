@@ -35,10 +35,6 @@ def _rendered_again(original, self, asked, match):
     return self._engine.tokenizer.encode("again"), rewritten
 
 
-async def _in_the_loop(original, self, function, *arguments):
-    return function(*arguments)
-
-
 def _lost_results(original, message, where, names):
     return [one for one in original(message, where, names) if one["role"] != "tool"]
 

@@ -35,10 +35,6 @@ async def _installs_nothing(original, self, delivery, version):
         await self._call("POST", "/finish_weight_update", {"weight_version": version})
 
 
-async def _first_fingerprint(original, self):
-    return _seen.setdefault(self, await original(self))
-
-
 async def _always_well(original, self, *args):
     return None
 

@@ -89,13 +89,6 @@ def to_link(target: str) -> Damage:
     return link
 
 
-def to_link_to_a_copy(path: Path) -> None:
-    copy = path.parents[-2] / "tmp" / f"{os.getpid()}-{path.name}"
-    shutil.copy(path, copy)
-    path.unlink()
-    path.symlink_to(copy)
-
-
 def too_large(path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(1 << 40)
