@@ -34,55 +34,46 @@ def undisturbed(tmp_path_factory):
         yield run
 
 
-@pytest.fixture
-def run(undisturbed, tmp_path):
-    """Return a run of the same command that has started."""
-    run = Run(undisturbed.workload, tmp_path)
-    run.start()
-    yield run
-    run.stop()
-
-
-def assert_equal_to(undisturbed, run):
-    assert run.finish() == 0, run.text()
-    assert differences(run, undisturbed) == []
-    assert run.wait_until_clean() == []
-
-
 def test_the_undisturbed_run_enters_every_phase_that_faults_aim_at(undisturbed):
     entered = {phase for _, _, phase in undisturbed.phases()}
     assert entered >= {*STARTING, *STEPPING, *EXPORTING}
     assert undisturbed.wait_until_clean() == []
 
 
-def test_processes_that_stop_for_a_moment_change_no_number(undisturbed, run):
-    for role, phase in PAUSES.items():
-        assert wait_for_phase(run, phase, 240), run.text()
-        step = run.finished_steps()
-        resume = pause(role)(run, Random(0))
-        # A second, or one step: a run goes on without its gcs, and has few steps.
-        ended = time.monotonic() + 1
-        while time.monotonic() < ended and run.finished_steps() == step:
-            time.sleep(0.02)
-        resume()
-    assert_equal_to(undisturbed, run)
-    assert run.starts == 1
-
-
-def test_a_lost_daemon_and_damaged_files_cost_no_finished_step(undisturbed, run):
+def test_faults_cost_no_finished_step_and_change_no_number(undisturbed, tmp_path):
     """A Ray daemon is killed. Then the driver is, and the newest checkpoint is damaged before the
-    third attempt."""
+    third attempt, in which processes stop for a moment."""
+    run = Run(undisturbed.workload, tmp_path)
     random = Random(0)
-    for name, phase in (("raylet SIGKILL", "update_actor"), ("shard truncated", "update_critic")):
-        run.launch.until_step(2)
-        assert wait_for_phase(run, phase, 240), run.text()
-        outcome = disturb(run, name, phase, random)
-        assert outcome is not None and not outcome.problem, (outcome, run.text())
-        assert run.wait_until_clean() == []
+    try:
         run.start()
-        note_resumed(run, outcome)
-        assert not outcome.problem, run.text()
-    assert_equal_to(undisturbed, run)
+        for name, phase in (
+            ("raylet SIGKILL", "update_actor"),
+            ("shard truncated", "update_critic"),
+        ):
+            run.launch.until_step(2)
+            assert wait_for_phase(run, phase, 240), run.text()
+            outcome = disturb(run, name, phase, random)
+            assert outcome is not None and not outcome.problem, (outcome, run.text())
+            assert run.wait_until_clean() == []
+            run.start()
+            note_resumed(run, outcome)
+            assert not outcome.problem, run.text()
+        for role, phase in PAUSES.items():
+            assert wait_for_phase(run, phase, 240), run.text()
+            step = run.finished_steps()
+            resume = pause(role)(run, random)
+            # A second, or one step: a run goes on without its gcs, and has few steps.
+            ended = time.monotonic() + 1
+            while time.monotonic() < ended and run.finished_steps() == step:
+                time.sleep(0.02)
+            resume()
+        assert run.finish() == 0, run.text()
+        assert run.starts == 3
+        assert differences(run, undisturbed) == []
+        assert run.wait_until_clean() == []
+    finally:
+        run.stop()
 
 
 def test_sigterm_ends_a_soak_and_its_runs(tmp_path):
