@@ -79,3 +79,23 @@ def test_heads_are_repeated_only_if_flash_attention_does_not_fit(
         causal_attention(*inputs(dtype=dtype), None, window)  # a CPU's kernel shares them
     assert out.shape == (2, 6, 9, 8)
     assert heads == [(6, False) if is_repeated else (2, True), (2, True)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 8, 100])
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_the_last_tokens_alone_attend_as_in_the_whole_sequence(queries, window, monkeypatch):
+    """Masks of two rows at most: their memory does not grow with the queries."""
+    torch.manual_seed(0)
+    query, key, value = inputs(dtype=torch.float64)
+    scores = query @ key.repeat_interleave(3, 1).transpose(2, 3) * 0.3
+    back = torch.arange(9)[:, None] - torch.arange(9)
+    seen = (back >= 0) & (back < (window or 9))
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = weights @ value.repeat_interleave(3, 1)
+    monkeypatch.setattr(attention, "_MASK_ROWS", 2)
+    rows = []
+    original = attention._mask
+    monkeypatch.setattr(attention, "_mask", lambda q, *rest: rows.append(q) or original(q, *rest))
+    found = causal_attention(query[:, :, -queries:], key, value, 0.3, window)
+    torch.testing.assert_close(found, expected[:, :, -queries:])
+    assert max(rows, default=0) <= 2

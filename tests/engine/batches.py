@@ -11,10 +11,16 @@ P = 7
 R = 9
 PROMPTS = (7, 1, 4, 2, 5, 3, 6, 1)
 RESPONSES = (1, 9, 3, 6, 2, 5, 9, 4)
+SHARED = {0: (6, 7), 2: (6, 5), 5: (6, 8), 3: (1, 4), 7: (3, 5), 4: (1, 3)}
+"""Rows with another row's first tokens, and their number.
+
+Two trees: rows part in prompts and responses, at one token or at several, and rows 5 and 7 are the
+whole beginning of another.
+"""
 
 
 def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -> DataProto:
-    """Return rows with short and long prompts and responses.
+    """Return rows with short and long prompts and responses, which share prefixes.
 
     Row 1 contains tool text. Row 4 has no trainable token.
     """
@@ -25,6 +31,10 @@ def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -
     ids = torch.randint(3, 128, (rows, P + R), generator=generator).masked_fill(
         real == 0, padding_id
     )
+    for row, (other, tokens) in SHARED.items():
+        if max(row, other) < rows:
+            begin, source = P - PROMPTS[row], P - PROMPTS[other]
+            ids[row, begin : begin + tokens] = ids[other, source : source + tokens]
     mask = real[:, P:].clone()
     if rows > 4:
         mask[1, 2:5] = 0

@@ -120,6 +120,12 @@ def arrangements(
     return results
 
 
+def comparable(metrics: dict[str, float]) -> dict[str, float]:
+    """Return an update's metrics without those that depend on how work is split."""
+    own = ("tokens_computed", "actor/tokens_computed")
+    return {k: v for k, v in metrics.items() if k not in own and "/perf/" not in k}
+
+
 def difference(actual: Gradients, expected: Gradients) -> float:
     """Return |actual - expected| / |expected|, with norms over all parameters."""
     assert actual.keys() == expected.keys()

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verlite.engine import attention
-from verlite.engine.attention import Sequences, packed_attention
+from verlite.engine.attention import Paths, Sequences, packed_attention
 
 LENGTHS = (5, 1, 8, 3)
 
@@ -68,6 +68,35 @@ def test_equals_naive_softmax(kv_heads: int, window: int | None) -> None:
         torch.testing.assert_close(actual, correct)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_tree_attends_along_its_paths(window: int | None) -> None:
+    """A prompt of 4 tokens, an answer of 3 that two answers of 1 and 2 leave after its first token,
+    and another sequence, against the flat sequences: outputs, and sums of gradients."""
+    torch.manual_seed(0)
+    places = [0, 1, 2, 3, 4, 5, 6] + [0, 1, 2, 3, 4, 7] + [0, 1, 2, 3, 8, 9] + [10, 11]
+    lengths = (7, 6, 6, 2)
+    query, key, value = (
+        torch.randn(1, heads, 12, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
+    flat = naive(*(x[:, :, places] for x in (query, key, value)), 0.3, window, lengths)
+    kept = [places.index(place) for place in range(12)]
+    paths = Paths((4, 1, 2, 1, 2, 2), ((0, 1, 2), (0, 1, 3), (0, 4), (5,)), lengths,
+                  torch.tensor([0, *lengths]).cumsum(0).int())  # fmt: skip
+    own = (7, 1, 2, 2)
+    sequences = Sequences(own, torch.tensor([0, *own]).cumsum(0).int(), paths)
+    assert sequences.longest == 7
+    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "sequences": sequences}
+    out, _ = packed_attention(nn.Module(), query, key, value, None, **options)
+    torch.testing.assert_close(out, flat[:, kept])
+    direction = torch.randn_like(out)
+    for actual, correct in zip(
+        torch.autograd.grad((out * direction).sum(), (query, key, value)),
+        torch.autograd.grad((flat[:, kept] * direction).sum(), (query, key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, correct)
+
+
 def test_unsupported_attention_raises() -> None:
     x = torch.zeros(1, 2, 3, 4)
     sequences = Sequences((3,), torch.tensor([0, 3], dtype=torch.int32))
@@ -98,6 +127,37 @@ def test_varlen_kernel_accepts_the_arguments(kv_heads: int) -> None:
             nn.Module(), query, key, value, None, scaling=0.1, sliding_window=3, sequences=sequences
         )
         assert out.shape == (1, 17, 4, 64) and out.dtype == torch.bfloat16
+
+
+def test_varlen_kernel_gets_the_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are a sequence's own tokens, keys those of its path. FlashAttention aligns them at
+    the end, as the written-out kernel does here."""
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert (max_q, max_k, window_size) == (3, 5, (-1, 0))
+        outputs = []
+        for i in range(len(cu_q) - 1):
+            own, path = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+            whole = torch.zeros(int(cu_k[i + 1] - cu_k[i]), *q.shape[1:], dtype=q.dtype)
+            whole[len(whole) - len(q[own]) :] = q[own]
+            heads = (x.transpose(0, 1)[None] for x in (whole, k[path], v[path]))
+            out = naive(*heads, scale, None, (len(whole),))[0]
+            outputs.append(out[len(whole) - len(q[own]) :])
+        return torch.cat(outputs)
+
+    torch.manual_seed(0)
+    x = [torch.randn(1, heads, 6, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    boundaries = [torch.tensor(b, dtype=torch.int32) for b in ([0, 3, 5, 6], [0, 3, 8, 9])]
+    paths = Paths((3, 2, 1), ((0,), (0, 1), (2,)), (3, 5, 1), boundaries[1])
+    options: dict[str, Any] = {
+        "scaling": 0.3,
+        "sequences": Sequences((3, 2, 1), boundaries[0], paths),
+    }
+    expected, _ = packed_attention(nn.Module(), *x, None, **options)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_fits_varlen_kernel", lambda query, value: True)
+    found, _ = packed_attention(nn.Module(), *x, None, **options)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

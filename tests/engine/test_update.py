@@ -299,7 +299,8 @@ def test_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> None
     for metrics, caught, _, untrained in (first, second):
         assert_same(caught, expected)
         assert metrics == first[0] and metrics["tokens"] == 34
-        assert untrained == {"grad_norm": 0.0, "lr": 0.0, "nonfinite": 0.0}
+        counted = {"tokens_computed": 0.0, "tokens_trained": 0.0}
+        assert untrained == {"grad_norm": 0.0, "lr": 0.0, "nonfinite": 0.0} | counted
     torch.testing.assert_close(first[2], alone[2], atol=2e-6, rtol=1e-5)
     assert second[2].shape == (0, 9)
 

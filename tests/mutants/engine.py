@@ -16,6 +16,7 @@ CHECKPOINT = "verlite.engine.checkpoint:"
 LORA = "verlite.engine.lora:"
 PACKING = "verlite.algorithms.packing:"
 PASSES = "tests/engine/test_passes.py"
+TREES = "tests/engine/test_trees.py"
 UPDATE = "tests/engine/test_update.py"
 SEQUENCE_PARALLEL = "tests/engine/test_ulysses.py"
 LOADED = "tests/engine/test_loading.py"
@@ -29,11 +30,11 @@ def _shifted_by_one(original, *args, **kwargs):
     return dataclasses.replace(targets, labels=targets.labels.roll(1))
 
 
-def _every_response_token(original, rows, packed):
+def _every_response_token(original, rows, *rest):
     everything = rows.clone(recurse=False)
     columns = rows["response_mask"].shape[1]
     everything["response_mask"] = rows["attention_mask"][:, -columns:]
-    return original(everything, packed)
+    return original(everything, *rest)
 
 
 def _counts_of_micro_batch(original, self, rows, part, temperature, loss_fn, with_entropy, counts):
@@ -41,6 +42,49 @@ def _counts_of_micro_batch(original, self, rows, part, temperature, loss_fn, wit
         mask = rows["response_mask"][part]
         counts = type(counts)(int(mask.sum()), int(mask.any(-1).sum()))
     return original(self, rows, part, temperature, loss_fn, with_entropy, counts)
+
+
+def _sibling_seen(original, *args, **kwargs):
+    tree = original(*args, **kwargs)
+    if tree is None:
+        return None
+    paths = [tree.paths[0]]
+    for path, before in zip(tree.paths[1:], tree.paths, strict=False):
+        paths.append((*path[:-1], before[-1], path[-1]) if len(path) > 1 else path)
+    return dataclasses.replace(tree, paths=tuple(paths))
+
+
+def _prefix_twice(original, *args, **kwargs):
+    tree = original(*args, **kwargs)
+    if tree is None:
+        return None
+    paths = tuple((path[0], *path) if len(path) > 1 else path for path in tree.paths)
+    return dataclasses.replace(tree, paths=paths)
+
+
+def _prefix_trained_by_one(original, self, x):
+    seen = set()
+    parts = list(x.split(self.pieces, 2))
+    found = []
+    for i in (i for path in self.indices for i in path):
+        found.append(parts[i].detach() if i in seen else parts[i])
+        seen.add(i)
+    return __import__("torch").cat(found, 2)
+
+
+def _positions_restarted(original, batch, tree, targets, shape):
+    import torch
+
+    inputs = original(batch, tree, targets, shape)
+    positions = torch.cat([torch.arange(length) for length in tree.lengths])
+    return dataclasses.replace(inputs, position_ids=positions[None])
+
+
+def _next_in_the_tree(original, batch, tree, targets, shape):
+    inputs = original(batch, tree, targets, shape)
+    following = inputs.input_ids[0].roll(-1)[inputs.targets.source]
+    targets = dataclasses.replace(inputs.targets, labels=following)
+    return dataclasses.replace(inputs, targets=targets)
 
 
 def _averaged_over_ranks(original, self, *args, **kwargs):
@@ -156,6 +200,27 @@ MUTANTS = [
         "verlite.engine.model:training_config",
         calls(_noise_kept),
         (PASSES,),
+    ),
+    # trees
+    Mutant("a branch sees its sibling", MICRO + "prefix_tree", calls(_sibling_seen), (TREES,)),
+    Mutant("a branch sees its prefix twice", MICRO + "prefix_tree", calls(_prefix_twice), (TREES,)),
+    Mutant(
+        "one branch trains the shared prefix",
+        ATTENTION + "Paths.gather",
+        calls(_prefix_trained_by_one),
+        (TREES,),
+    ),
+    Mutant(
+        "positions of a branch start anew",
+        MICRO + "_tree_inputs",
+        calls(_positions_restarted),
+        (TREES,),
+    ),
+    Mutant(
+        "a fork's label is the first child's",
+        MICRO + "_tree_inputs",
+        calls(_next_in_the_tree),
+        (TREES,),
     ),
     # updates
     Mutant(

@@ -80,8 +80,8 @@ def _by_position(original, uids, updates, seed):
     return original(rows, updates, seed)
 
 
-def _first_rank_only(original, numbers, lengths, n_ranks, balance):
-    ranks = original(numbers, lengths, n_ranks, balance)
+def _first_rank_only(original, numbers, costs, n_ranks, *rest):
+    ranks = original(numbers, costs, n_ranks, *rest)
     return [[row for rank in ranks for row in rank]] + [[]] * (n_ranks - 1)
 
 

@@ -11,6 +11,7 @@ from verlite.protocol.data import object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling, Status, Trajectory
 from verlite.trainer.batch import (
+    Shared,
     balance_metrics,
     balance_rows,
     costs_of,
@@ -110,6 +111,17 @@ def test_balancing_distributes_the_cost_of_each_update():
             101,
             101,
         ]
+
+
+@pytest.mark.parametrize(("n_ranks", "prompts_per_rank"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_rows_of_a_prompt_stay_on_a_rank_as_long_as_no_rank_waits(n_ranks, prompts_per_rank):
+    """Four prompts of 1,000 with eight answers of 100: a rank has a prompt's cost once."""
+    group = np.tile(np.arange(4), 8)
+    shared = Shared(group, np.full(32, 1000))
+    ranks = balance_rows(torch.zeros(32, dtype=int), np.full(32, 1100), n_ranks, True, shared)
+    assert sorted(sum(ranks, [])) == list(range(32))
+    assert {len(set(group[rows])) for rows in ranks} == {prompts_per_rank}
+    assert {len(rows) for rows in ranks} == {32 // n_ranks}
 
 
 def test_the_cost_of_a_row_is_that_of_its_sequences():

@@ -1,7 +1,9 @@
 """Balance samples over ranks and micro-batches so that all take about the same time."""
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -153,3 +155,66 @@ def micro_batches_by_tokens(
         if max(totals) <= max_tokens:
             return [parts[i] for i in sorted(range(count), key=lambda i: -totals[i])]
         count += 1
+
+
+def micro_batches_of_tree(
+    lengths: Sequence[int], shared: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """Split sorted samples that share prefixes into micro-batches that compute each distinct token
+    once.
+
+    Two ways are tried: samples that fit into one micro-batch together stay together and are
+    distributed as by `micro_batches_by_tokens`; or each micro-batch has consecutive samples. The
+    one with fewer micro-batches wins, then the one with fewer tokens.
+
+    Args:
+        lengths: tokens of each sample, sorted by `prefix_tree.sort_by_prefix`.
+        shared: first tokens that each sample shares with the one before it.
+        max_tokens: most distinct tokens of one micro-batch.
+
+    Returns, raises:
+        As `micro_batches_by_tokens`.
+    """
+    new = np.asarray(lengths, dtype=np.int64) - np.asarray(shared, dtype=np.int64)
+    total = np.concatenate([[0], new.cumsum()])
+
+    def tokens(begin: int, end: int) -> int:
+        """Return the distinct tokens of consecutive samples."""
+        return int(total[end] - total[begin]) + shared[begin]
+
+    def whole() -> list[range]:
+        """Return the largest subtrees that fit."""
+        found, pending = [], [range(len(lengths))]
+        while pending:
+            part = pending.pop()
+            if len(part) == 1 or tokens(part.start, part.stop) <= max_tokens:
+                found.append(part)
+                continue
+            within = np.asarray(shared[part.start + 1 : part.stop])
+            cuts = (within == within.min()).nonzero()[0] + part.start + 1
+            bounds = [part.start, *cuts.tolist(), part.stop]
+            pending += [range(a, b) for a, b in pairwise(bounds)][::-1]
+        return found
+
+    def consecutive(limit: int) -> list[range]:
+        bounds = [0]
+        for end in range(1, len(lengths) + 1):
+            if tokens(bounds[-1], end) > limit:
+                bounds.append(end - 1)
+        return [range(a, b) for a, b in pairwise([*bounds, len(lengths)])]
+
+    units = whole()
+    sizes = [tokens(unit.start, unit.stop) for unit in units]
+    parts = [
+        [i for unit in part for i in units[unit]]
+        for part in micro_batches_by_tokens(sizes, max_tokens)
+    ]
+    if len(parts) > 1 and any(shared):
+        count = len(consecutive(max_tokens))
+        limits = range(max(lengths), max_tokens + 1)
+        even = bisect_left(limits, -count, key=lambda limit: -len(consecutive(limit)))
+        runs = consecutive(limits[even])
+        in_runs = [tokens(run.start, run.stop) for run in runs]
+        if (len(runs), sum(in_runs)) < (len(parts), sum(sizes)):
+            parts = [list(runs[i]) for i in np.argsort(in_runs, kind="stable")[::-1]]
+    return parts

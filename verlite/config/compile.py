@@ -198,6 +198,7 @@ def teacher_model_spec(config: Config) -> ModelSpec:
         path=config.distillation.teacher_models.teacher_model.model_path or "",
         trust_remote_code=model.trust_remote_code,
         use_remove_padding=model.use_remove_padding,
+        share_prefixes=model.share_prefixes,
     )
 
 

@@ -177,6 +177,10 @@ class ModelConfig:
         "Recompute activations in the backward pass: less memory, about a third more computation.")
     use_remove_padding: bool = key(True,
         "Packed forward pass without padding tokens. False: padded micro-batches.")
+    share_prefixes: bool = key(True,
+        "Compute tokens that samples have in common at their start, such as a prompt, once per "
+        "micro-batch where that saves time. Results are the same up to rounding.",
+        used_when=".use_remove_padding=true")
     override_config: dict[str, Any] = key({},
         "Values that replace those of the model's config.json.")
     custom_chat_template: Optional[str] = key(None,

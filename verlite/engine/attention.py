@@ -1,5 +1,6 @@
 """Attention over packed rows: sequences are concatenated into one row of T tokens, and none attends
-to another.
+to another. Tokens that sequences have in common at their start may stand once (see
+algorithms/prefix_tree.py); then each sequence attends to its path through the row.
 
 The function is registered with transformers as `verlite_packed`. Its mask is the sliding window or
 None, so that no [T, T] mask is built. The boundaries of the sequences reach attention as the
@@ -7,7 +8,8 @@ model's keyword argument `sequences`.
 """
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -28,18 +30,81 @@ _REMEDY = "Set model.use_remove_padding=False"
 
 
 @dataclass(frozen=True)
+class Paths:
+    """Which tokens of a packed row each of its n sequences attends to: pieces of the row, from the
+    sequence's first token to its last.
+
+    pieces: tokens of each piece, in order; their sum is T.
+    indices: the pieces of each sequence.
+    lengths: tokens of each path, at least those of the sequence in the row.
+    cu_seqlens: [n + 1] int32 on the model's device: the sums of `lengths`.
+    """
+
+    pieces: tuple[int, ...]
+    indices: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tokens of all paths, one after another, of [1, KV, T, D].
+
+        Pieces are concatenated instead of indexed, because the backward pass then adds the
+        gradients of a piece in a fixed order.
+        """
+        parts = x.split(self.pieces, 2)
+        return torch.cat([parts[i] for path in self.indices for i in path], 2)
+
+
+@dataclass(frozen=True)
 class Sequences:
     """Boundaries of the n sequences in a packed row.
 
-    lengths: tokens of each sequence, in order; their sum is T.
+    lengths: tokens of each sequence in the row, in order; their sum is T.
     cu_seqlens: [n + 1] int32 on the model's device: the first token of each sequence, then T.
+    paths: where the tokens before them are that sequences share with others. None: nowhere.
     group: the sequence-parallel group whose ranks each have an equal slice of the row (see
         ulysses.py). None: this rank has the whole row.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
+    paths: Paths | None = None
     group: ProcessGroup | None = None
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, with those that it shares."""
+        return max(self.lengths if self.paths is None else self.paths.lengths)
+
+    def padded(self, padding: int) -> "Sequences":
+        """Return the boundaries with so many more tokens: a last sequence of its own, if any."""
+        if not padding:
+            return self
+
+        def longer(boundaries: Tensor) -> Tensor:
+            return torch.cat([boundaries, boundaries[-1:] + padding])
+
+        paths = self.paths
+        if paths is not None:
+            paths = Paths(
+                (*paths.pieces, padding),
+                (*paths.indices, (len(paths.pieces),)),
+                (*paths.lengths, padding),
+                longer(paths.cu_seqlens),
+            )
+        return replace(
+            self,
+            lengths=(*self.lengths, padding),
+            cu_seqlens=longer(self.cu_seqlens),
+            paths=paths,
+        )
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Sequences":
+        """Return a copy with the function's results for all tensors."""
+        paths = self.paths
+        if paths is not None:
+            paths = replace(paths, cu_seqlens=function(paths.cu_seqlens))
+        return replace(self, cu_seqlens=function(self.cu_seqlens), paths=paths)
 
 
 @torch.compiler.disable  # torch.compile would recompile it for every new set of lengths
@@ -97,10 +162,12 @@ def packed_attention(
     group = sequences.group
     if group is not None:
         query, key, value = ulysses.to_heads(query, key, value, group)
+    if sequences.paths is not None:
+        key, value = sequences.paths.gather(key), sequences.paths.gather(value)
     if _fits_varlen_kernel(query, value):
         out = _varlen(query, key, value, scaling, sliding_window, sequences)
     else:
-        out = _per_sequence(query, key, value, scaling, sliding_window, sequences.lengths)
+        out = _per_sequence(query, key, value, scaling, sliding_window, sequences)
     if group is not None:
         out = ulysses.to_tokens(out, group)
     return out, None
@@ -148,7 +215,10 @@ def _varlen(
     window: int | None,
     sequences: Sequences,
 ) -> Tensor:
-    """Attention by torch's variable-length kernel, for GPUs."""
+    """Attention by torch's variable-length kernel, for GPUs.
+
+    With fewer queries than keys, the kernel takes the queries for those of the last keys.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -160,16 +230,16 @@ def _varlen(
             copies = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(copies, 1)
             v = v.repeat_interleave(copies, 1)
-    longest = max(sequences.lengths)
+    keys = sequences.paths or sequences
     tokens_back = -1 if window is None else window - 1
     out: Any = varlen_attn(
         q,
         k,
         v,
         sequences.cu_seqlens,
-        sequences.cu_seqlens,
-        longest,
-        longest,
+        keys.cu_seqlens,
+        max(sequences.lengths),
+        max(keys.lengths),
         scale=scaling,
         window_size=(tokens_back, 0),
         **options,
@@ -183,15 +253,19 @@ def _per_sequence(
     value: Tensor,
     scaling: float | None,
     window: int | None,
-    lengths: tuple[int, ...],
+    sequences: Sequences,
 ) -> Tensor:
     """Attention by one call per sequence.
 
     On a CPU this is never slower than padded blocks of sequences, and 4x faster if lengths differ
     much. `split` is used instead of slicing because its backward pass writes each gradient once.
     """
+    lengths = (sequences.paths or sequences).lengths
     parts = zip(
-        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+        query.split(sequences.lengths, 2),
+        key.split(lengths, 2),
+        value.split(lengths, 2),
+        strict=True,
     )
     outputs = [causal_attention(q, k, v, scaling, window) for q, k, v in parts]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()  # some models reshape it by view

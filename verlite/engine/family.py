@@ -18,9 +18,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verlite.engine.attention import PACKED_ATTENTION
 from verlite.engine.folder import ModelError, load_config
-from verlite.engine.micro import model_inputs
+from verlite.engine.micro import ModelInputs, model_inputs
 from verlite.engine.model import HeadedModel, build, check_supported, training_config
 from verlite.engine.sharding import checkpoint_layers
 from verlite.small_model import sequences, small_config, small_model, unsuitable
@@ -54,6 +53,9 @@ def check(model: ModelSpec, kind: str) -> str | None:
         return None
     found = f"model.path={model.path} ({config.model_type}) cannot be trained: {problem}"
     if model.use_remove_padding:
+        flat = dataclasses.replace(model, share_prefixes=False)
+        if model.share_prefixes and _problem(flat, kind, small) is None:
+            raise ModelError(f"{found}. Set model.share_prefixes=False")
         padded = dataclasses.replace(model, use_remove_padding=False)
         other = _problem(padded, kind, small)
         if other is None:
@@ -67,7 +69,8 @@ def check(model: ModelSpec, kind: str) -> str | None:
 
 def _problem(model: ModelSpec, kind: str, small: PretrainedConfig) -> str | None:
     """Return what is wrong with the small copy; None if it is equal to the reference."""
-    settings = (model.use_remove_padding, model.enable_gradient_checkpointing, kind)
+    shares = model.use_remove_padding and model.share_prefixes
+    settings = (model.use_remove_padding, shares, model.enable_gradient_checkpointing, kind)
     key = f"{settings} {type(small).__name__} {small.to_json_string(use_diff=False)}"
     if key in _PROVEN:
         return None
@@ -79,7 +82,7 @@ def _problem(model: ModelSpec, kind: str, small: PretrainedConfig) -> str | None
 
 
 def _compare(model: ModelSpec, kind: str, small: PretrainedConfig) -> str | None:
-    rows = _rows(sequences(small))
+    rows = _rows(_begin_alike(sequences(small)))
     try:
         reference = small_model(
             small,
@@ -100,7 +103,8 @@ def _compare(model: ModelSpec, kind: str, small: PretrainedConfig) -> str | None
     gradients = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     try:
         subject = _subject(model, kind, small, reference)
-        return _difference(subject, rows, expected.detach(), gradients)
+        inputs = model_inputs(rows, model.use_remove_padding, model.share_prefixes)
+        return _difference(subject, inputs, expected.detach(), gradients)
     except ModelError as error:
         return _without_remedy(error)
     except Exception as error:  # an architecture that differs from what the engine expects
@@ -119,6 +123,13 @@ def _subject(
     if model.enable_gradient_checkpointing:
         checkpoint_layers(built, offload=False)
     return HeadedModel(built, kind).train()
+
+
+def _begin_alike(ids: list[Tensor]) -> list[Tensor]:
+    """Return the sequences with the first third of the shortest in all: a tree if prefixes are
+    shared."""
+    shared = min(map(len, ids)) // 3
+    return [torch.cat([ids[0][:shared], sequence[shared:]]) for sequence in ids]
 
 
 def _rows(ids: list[Tensor]) -> TensorDict:
@@ -156,11 +167,10 @@ def _reference_outputs(model: PreTrainedModel, rows: TensorDict) -> Tensor:
 
 
 def _difference(
-    subject: HeadedModel, rows: TensorDict, expected: Tensor, gradients: dict[str, Any]
+    subject: HeadedModel, inputs: ModelInputs, expected: Tensor, gradients: dict[str, Any]
 ) -> str | None:
-    is_packed = subject.model.config._attn_implementation == PACKED_ATTENTION
-    (actual,) = subject(model_inputs(rows, is_packed)).values()
-    layout = "packed" if is_packed else "padded"
+    (actual,) = subject(inputs).values()
+    layout = "padded" if inputs.sequences is None else "packed"
     gap = _relative(actual.detach() - expected, float(expected.abs().max().clamp(min=1)))
     if not gap < _TOLERANCE:
         return (

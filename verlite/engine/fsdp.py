@@ -125,6 +125,7 @@ class TrainEngine:
         self._nonfinite_in_a_row = 0
         # Rows and outputs of each micro-batch of an optimizer step that is not complete.
         self._held: list[tuple[TensorDict, dict[str, Tensor]]] | None = None
+        self._tokens_computed = 0  # of that step, as this rank counts them
         self._set_learning_rate()
 
     def _build_model(self, head: str) -> HeadedModel:
@@ -161,6 +162,10 @@ class TrainEngine:
         self.model.self_check(self.device, self.sequence_group)
         self._reshard()
 
+    @property
+    def _shares_prefixes(self) -> bool:
+        return self.model_config.use_remove_padding and self.model_config.share_prefixes
+
     # Passes
 
     @torch.no_grad()
@@ -182,7 +187,7 @@ class TrainEngine:
         own = batch.batch
         rows, own_rows = self._gather_rows(own)
         self.model.eval()
-        parts = micro.split(rows)
+        parts = micro.split(rows, self._shares_prefixes)
         out: dict[str, Tensor] = {}
         _, passes = self._sum_and_max([], len(parts))
         for i in range(passes):
@@ -243,7 +248,7 @@ class TrainEngine:
         self._held = self._held or []
         self.model.train()
         rows, _ = self._gather_rows(batch.batch)
-        parts = micro.split(rows)
+        parts = micro.split(rows, self._shares_prefixes)
         _, passes = self._sum_and_max([], len(parts))
         for i, part in self._passes(parts, passes):
             progress.tick(f"micro-batch {i + 1} of {passes}")
@@ -252,6 +257,7 @@ class TrainEngine:
     def drop_gradients(self) -> None:
         """Forget what `accumulate` has added."""
         self._held = None
+        self._tokens_computed = 0
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -283,8 +289,9 @@ class TrainEngine:
                 After `accumulate`, which must have had the same rows, on any ranks.
 
         Returns:
-            The sums of loss_fn's metrics plus loss, grad_norm (before clipping), lr and nonfinite
-            (1 if the update was dropped). Equal on all ranks.
+            The sums of loss_fn's metrics plus loss, grad_norm (before clipping), lr, nonfinite (1
+            if the update was dropped), tokens_trained and tokens_computed (prefixes that rows of a
+            micro-batch share count once). Equal on all ranks.
 
         Raises:
             NonFiniteError: max_nonfinite_updates consecutive updates were dropped.
@@ -298,7 +305,7 @@ class TrainEngine:
         own = batch.batch
         rows, _ = self._gather_rows(own)
         held = self._held
-        parts = micro.split(rows) if held is None else []
+        parts = micro.split(rows, self._shares_prefixes) if held is None else []
         (tokens, sequences), passes = self._sum_and_max(
             self._count(own), len(parts if held is None else held)
         )
@@ -312,7 +319,8 @@ class TrainEngine:
                 progress.tick(f"micro-batch {i + 1} of {passes}")
                 results = self._backward(rows, part, temperature, loss_fn, with_entropy, counts)
                 _add(sums, results)
-        metrics = self._sum_metrics(sums)
+        sums["tokens_computed"] = torch.tensor(self._tokens_computed, device=self.device)
+        metrics = self._sum_metrics(sums) | {"tokens_trained": float(counts.tokens)}
         norm = self._clip()
         is_finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
         lr = self.optimizer.param_groups[0]["lr"]
@@ -394,6 +402,7 @@ class TrainEngine:
             held.append((micro_rows.cpu(), kept))
         if self.sequence_group is not None and self.sequence_group.rank() > 0:
             return {}  # the group's first rank counts the rows that the group shares
+        self._tokens_computed += inputs.tokens
         return {name: value.detach() for name, value in ({"loss": loss} | metrics).items()}
 
     def _count(self, rows: TensorDict) -> list[int]:
@@ -415,7 +424,8 @@ class TrainEngine:
             inputs = dummy_inputs(is_packed)
             return inputs.rank_slice(self.sequence_group).to(self.device), None
         micro_rows = rows[part]
-        inputs = model_inputs(micro_rows, is_packed).rank_slice(self.sequence_group)
+        inputs = model_inputs(micro_rows, is_packed, self._shares_prefixes)
+        inputs = inputs.rank_slice(self.sequence_group)
         return inputs.to(self.device), micro_rows.to(self.device)
 
     def _gather_rows(self, rows: TensorDict) -> tuple[TensorDict, slice]:

@@ -6,6 +6,7 @@ token reach the output head.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,16 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verlite.algorithms.balancing import micro_batches_by_tokens
-from verlite.algorithms.packing import ResponseTargets, pack, response_targets
-from verlite.engine.attention import Sequences
+from verlite.algorithms.balancing import micro_batches_of_tree
+from verlite.algorithms.packing import Packed, ResponseTargets, pack, response_targets
+from verlite.algorithms.prefix_tree import (
+    LEAST_SAVING,
+    PrefixTree,
+    prefix_tree,
+    sort_by_prefix,
+    token_keys,
+)
+from verlite.engine.attention import Paths, Sequences
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,7 @@ class MicroBatching:
     """How one device's rows are split into forward passes. Exactly one limit is set.
 
     size: maximum number of rows per pass, or of groups of rows.
-    max_tokens: maximum number of real tokens per pass.
+    max_tokens: maximum number of real tokens per pass; shared ones count once.
     together: rows of a group: so many adjacent ones are in the same pass, one after the other.
     """
 
@@ -38,18 +46,29 @@ class MicroBatching:
         if (self.size or self.max_tokens or 0) < 1:
             raise ValueError(f"the limit of micro-batches must be at least 1, {limits}")
 
-    def split(self, rows: TensorDict) -> list[Tensor]:
-        """Return the row numbers of each micro-batch, over all groups with a trainable token."""
+    def split(self, rows: TensorDict, share_prefixes: bool = False) -> list[Tensor]:
+        """Return the row numbers of each micro-batch, over all groups with a trainable token.
+
+        share_prefixes: rows with a common prefix stay together, and its tokens count once.
+        """
         has_token = rows["response_mask"].any(-1).view(-1, self.together).any(-1)
         trainable = has_token.nonzero().squeeze(1)
         if not len(trainable):
             return []
-        if self.size is not None:
-            return [self._rows(part) for part in trainable.split(self.size)]
-        assert self.max_tokens is not None
         lengths = rows["attention_mask"].sum(-1).view(-1, self.together).sum(-1)[trainable]
-        parts = micro_batches_by_tokens(lengths.tolist(), self.max_tokens)
-        return [self._rows(trainable[part]) for part in parts if part]
+        shared = torch.zeros_like(lengths)
+        if share_prefixes and self.together == 1:
+            order, in_order = sort_by_prefix(token_keys(_packed(rows[trainable])))
+            if sum(in_order) >= LEAST_SAVING * int(lengths.sum()):
+                trainable, lengths = trainable[order], lengths[order]
+                # Each trained token needs the head, even if another row has the same.
+                trained = rows["response_mask"].sum(-1)[trainable]
+                shared = torch.minimum(torch.tensor(in_order), lengths - trained)
+        if self.size is not None:
+            return [self._rows(part.sort().values) for part in trainable.split(self.size)]
+        assert self.max_tokens is not None
+        parts = micro_batches_of_tree(lengths.tolist(), shared.tolist(), self.max_tokens)
+        return [self._rows(trainable[part].sort().values) for part in parts if part]
 
     def _rows(self, groups: Tensor) -> Tensor:
         """Return the rows of these groups."""
@@ -61,7 +80,8 @@ class MicroBatching:
 class ModelInputs:
     """Inputs of one forward pass over b rows.
 
-    Rows are packed into [1, T], or padded to [b, S'] if `sequences` is None. After `rank_slice`,
+    Rows are packed into [1, T], in which prefixes that they share may stand once, or padded to
+    [b, S'] if `sequences` is None. After `rank_slice`,
     input_ids, position_ids and targets are this rank's slice, while `sequences` still describes the
     whole row.
 
@@ -77,6 +97,11 @@ class ModelInputs:
     sequences: Sequences | None
     targets: ResponseTargets
     shape: tuple[int, int]
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that are computed, by all ranks that share the row."""
+        return self.input_ids.numel() if self.sequences is None else sum(self.sequences.lengths)
 
     def scatter(self, values: Tensor) -> Tensor:
         """Scatter [K] values into [b, R]; 0 elsewhere. Differentiable.
@@ -107,13 +132,7 @@ class ModelInputs:
         padding = -self.input_ids.shape[1] % group.size()
         input_ids = pad(self.input_ids, (0, padding))
         position_ids = pad(self.position_ids, (0, padding))
-        total = input_ids.shape[1]
-        lengths = self.sequences.lengths
-        cu_seqlens = self.sequences.cu_seqlens
-        if padding:
-            lengths = (*lengths, padding)
-            cu_seqlens = pad(cu_seqlens, (0, 1), value=total)
-        slice_length = total // group.size()
+        slice_length = input_ids.shape[1] // group.size()
         start = group.rank() * slice_length
         columns = slice(start, start + slice_length)
         source = self.targets.source - start
@@ -125,7 +144,7 @@ class ModelInputs:
             self,
             input_ids=input_ids[:, columns],
             position_ids=position_ids[:, columns],
-            sequences=Sequences(lengths, cu_seqlens, group),
+            sequences=replace(self.sequences.padded(padding), group=group),
             targets=targets,
         )
 
@@ -136,7 +155,7 @@ class ModelInputs:
             attention_mask = attention_mask.to(device)
         sequences = self.sequences
         if sequences is not None:
-            sequences = replace(sequences, cu_seqlens=sequences.cu_seqlens.to(device))
+            sequences = sequences.mapped(lambda boundaries: boundaries.to(device))
         targets = ResponseTargets(
             self.targets.source.to(device),
             self.targets.labels.to(device),
@@ -152,10 +171,17 @@ class ModelInputs:
         )
 
 
-def model_inputs(rows: TensorDict, packed: bool) -> ModelInputs:
+def _packed(rows: TensorDict) -> Packed:
+    return pack(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
+
+
+def model_inputs(rows: TensorDict, packed: bool, share_prefixes: bool = False) -> ModelInputs:
     """Build the inputs of a forward pass over `rows`, each of which has a trainable token.
 
     Best called on the CPU, because tensor sizes depend on values.
+
+    share_prefixes: compute prefixes that rows have in common once, if that saves enough. Only the
+        inputs' layout differs: targets are those of all rows. Needs `packed`.
 
     Raises:
         ValueError: a trainable token has no real token before it that could predict it.
@@ -164,7 +190,7 @@ def model_inputs(rows: TensorDict, packed: bool) -> ModelInputs:
     attention_mask = rows["attention_mask"]
     rows_count, response_length = mask.shape
     columns = attention_mask.shape[1]
-    batch = pack(rows["input_ids"], attention_mask, rows["position_ids"])
+    batch = _packed(rows)
     candidates = response_targets(batch, columns, response_length)
     is_trainable = mask.flatten()[candidates.destination].bool()
     targets = ResponseTargets(
@@ -181,6 +207,9 @@ def model_inputs(rows: TensorDict, packed: bool) -> ModelInputs:
         )
     shape = (rows_count, response_length)
     if packed:
+        tree = prefix_tree(batch) if share_prefixes else None
+        if tree is not None:
+            return _tree_inputs(batch, tree, targets, shape)
         sequences = Sequences(tuple(batch.cu_seqlens.diff().tolist()), batch.cu_seqlens)
         return ModelInputs(
             batch.input_ids[None], batch.position_ids[None], None, sequences, targets, shape
@@ -202,6 +231,26 @@ def model_inputs(rows: TensorDict, packed: bool) -> ModelInputs:
         ResponseTargets(source, targets.labels, targets.destination),
         shape,
     )
+
+
+def _tree_inputs(
+    batch: Packed, tree: PrefixTree, targets: ResponseTargets, shape: tuple[int, int]
+) -> ModelInputs:
+    """Build the inputs of a pass over distinct tokens."""
+    lengths = tree.path_lengths
+    paths = Paths(tree.pieces, tree.paths, lengths, _boundaries(lengths))
+    return ModelInputs(
+        batch.input_ids[tree.kept][None],
+        batch.position_ids[tree.kept][None],
+        None,
+        Sequences(tree.lengths, _boundaries(tree.lengths), paths),
+        replace(targets, source=tree.places[targets.source]),
+        shape,
+    )
+
+
+def _boundaries(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def dummy_inputs(packed: bool) -> ModelInputs:

@@ -389,7 +389,7 @@ class HeadedModel(nn.Module):
             return
         kind, limit = self._position_limit
         if inputs.sequences is not None:
-            longest = max(inputs.sequences.lengths)
+            longest = inputs.sequences.longest
         else:
             longest = int(inputs.position_ids.max()) + 1
         if longest > limit:

@@ -294,7 +294,7 @@ class DryEngine(TrainEngine):
         targets = inputs.targets
         mask, sequences = inputs.attention_mask, inputs.sequences
         if sequences is not None:
-            sequences = replace(sequences, cu_seqlens=self._like(sequences.cu_seqlens))
+            sequences = sequences.mapped(self._like)
         fake = replace(
             inputs,
             input_ids=self._like(inputs.input_ids),

@@ -144,7 +144,7 @@ class _Given(MicroBatching):
         super().__init__(size=1)
         object.__setattr__(self, "parts", parts)
 
-    def split(self, rows: TensorDict) -> list[Tensor]:
+    def split(self, rows: TensorDict, share_prefixes: bool = False) -> list[Tensor]:
         with unset_fake_temporarily():
             return [torch.tensor(part) for part in self.parts]  # type: ignore[attr-defined]
 
@@ -223,7 +223,7 @@ def rows_batch(rows: PassRows) -> tuple[DataProto, MicroBatching]:
     columns = ("advantages", "old_log_probs", "rollout_log_probs", "returns", "values")
     batch = DataProto.from_dict(
         {
-            "input_ids": mask,
+            "input_ids": mask * torch.arange(1, len(lengths) + 1)[:, None],  # no shared prefixes
             "attention_mask": mask,
             "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
             "response_mask": trained,

@@ -66,6 +66,7 @@ class ModelSpec:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     custom_chat_template: str | None = None
     use_remove_padding: bool = True
+    share_prefixes: bool = True
     enable_gradient_checkpointing: bool = True
     enable_activation_offload: bool = False
     lora_rank: int = 0

@@ -1,6 +1,7 @@
 """Build a step's batch: requests for the rollout, and assignment of rows to updates and ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -85,8 +86,24 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> Metri
     return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What the rows of a prompt have in common.
+
+    group: [B] number of each row's prompt.
+    cost: [B] of the prompt alone.
+    """
+
+    group: np.ndarray
+    cost: np.ndarray
+
+
 def balance_rows(
-    mini_batch_index: torch.Tensor, costs: np.ndarray, n_ranks: int, balance: bool
+    mini_batch_index: torch.Tensor,
+    costs: np.ndarray,
+    n_ranks: int,
+    balance: bool,
+    shared: Shared | None = None,
 ) -> list[list[int]]:
     """Assign rows to ranks; return each rank's row numbers.
 
@@ -96,6 +113,8 @@ def balance_rows(
     Args:
         mini_batch_index: [B] mini-batch of each row.
         costs: [B] of each row.
+        shared: costs that a rank has once for all rows of a group. Groups are divided as far as it
+            makes the slowest rank faster.
     """
     if not balance:
         return [part.tolist() for part in torch.arange(len(mini_batch_index)).tensor_split(n_ranks)]
@@ -103,13 +122,45 @@ def balance_rows(
     load = np.zeros(n_ranks)
     for mini_batch in range(int(mini_batch_index.max()) + 1):
         rows = (mini_batch_index == mini_batch).nonzero().flatten().numpy()
-        parts = [rows[part] for part in karmarkar_karp(costs[rows], n_ranks)]
-        parts.sort(key=lambda part: -costs[part].sum())
+        parts = _parts(rows, costs, n_ranks, shared)
+        parts.sort(key=lambda part: -_cost(part, costs, shared))
         # The most expensive part goes to the rank with the least load so far.
         for rank, part in zip(np.argsort(load, kind="stable"), parts, strict=True):
             ranks[rank] += part.tolist()
-            load[rank] += costs[part].sum()
+            load[rank] += _cost(part, costs, shared)
     return ranks
+
+
+def _cost(rows: np.ndarray, costs: np.ndarray, shared: Shared | None) -> int:
+    """Return the compute of rows on one rank."""
+    if shared is None or not len(rows):
+        return int(costs[rows].sum())
+    _, first = np.unique(shared.group[rows], return_index=True)
+    return int((costs - shared.cost)[rows].sum() + shared.cost[rows][first].sum())
+
+
+def _parts(
+    rows: np.ndarray, costs: np.ndarray, n_ranks: int, shared: Shared | None
+) -> list[np.ndarray]:
+    """Divide a mini-batch's rows among the ranks: whole groups, or halves, quarters and so on of
+    them, whichever has the cheapest slowest rank."""
+    units = [rows[i : i + 1] for i in range(len(rows))]
+    if shared is not None:
+        order = rows[np.argsort(shared.group[rows], kind="stable")]
+        units = np.split(order, np.diff(shared.group[order]).nonzero()[0] + 1)
+    best: list[np.ndarray] | None = None
+    while True:
+        weights = [_cost(unit, costs, shared) for unit in units]
+        parts = [
+            np.sort(np.concatenate([rows[:0], *(units[i] for i in part)]))
+            for part in karmarkar_karp(weights, n_ranks)
+        ]
+        slowest = max(_cost(part, costs, shared) for part in parts)
+        if best is None or slowest < max(_cost(part, costs, shared) for part in best):
+            best = parts
+        if all(len(unit) <= 1 for unit in units):
+            return best
+        units = [half for unit in units for half in np.array_split(unit, 2) if len(half)]
 
 
 def costs_of(batch: DataProto, lengths: torch.Tensor) -> np.ndarray:
@@ -136,7 +187,9 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     group_size = run.plan.sequence_parallel[role]
     n_groups = len(run.plan.placement[role]) // group_size
     balance = run.config.trainer.balance_batch
-    groups = balance_rows(mini_batch_index, costs_of(batch, lengths), n_groups, balance)
+    costs = costs_of(batch, lengths)
+    shared = _shared(run, batch, role)
+    groups = balance_rows(mini_batch_index, costs, n_groups, balance, shared)
     part = batch.meta_info.get("part")
     if role == "actor" and part is None:
         run.metrics.update(balance_metrics(lengths, groups))
@@ -147,6 +200,16 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
         part=part,
         version=run.version,
     )
+
+
+def _shared(run: Run, batch: DataProto, role: str) -> Shared | None:
+    """Return what the rows of a prompt share in passes of the role's model; None: nothing."""
+    config = run.config
+    model = config.critic.model if role == "critic" else config.actor_rollout_ref.model
+    if not (model.share_prefixes and model.use_remove_padding):
+        return None
+    _, group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
+    return Shared(group, workload(batch.batch["prompt_length"].flatten().tolist()))
 
 
 def to_one_rank(run: Run, batch: DataProto, *columns: str) -> DataProto:

@@ -1,0 +1,138 @@
+"""The tree of packed sequences against a trie of dictionaries, and its micro-batches."""
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verlite.algorithms.balancing import micro_batches_by_tokens, micro_batches_of_tree
+from verlite.algorithms.packing import Packed, pack
+from verlite.algorithms.prefix_tree import (
+    distinct_tokens,
+    prefix_tree,
+    sort_by_prefix,
+    token_keys,
+)
+
+
+def packed(sequences: list[list[int]], first_positions: list[int] | None = None) -> Packed:
+    width = max(map(len, sequences))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in sequences])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in sequences])
+    first = torch.tensor(first_positions or [0] * len(sequences))
+    return pack(ids, mask, torch.arange(width) + first[:, None])
+
+
+def random_sequences(seed: int) -> list[list[int]]:
+    """Return sequences over two tokens, so that they share prefixes of all lengths."""
+    rng = random.Random(seed)
+    return [[rng.randint(1, 2) for _ in range(rng.randint(1, 9))] for _ in range(12)]
+
+
+def trie_size(sequences: list[list[int]]) -> int:
+    trie: dict[int, Any] = {}
+    for row in sequences:
+        node = trie
+        for token in row:
+            node = node.setdefault(token, {})
+
+    def size(node: dict[int, Any]) -> int:
+        return sum(1 + size(child) for child in node.values())
+
+    return size(trie)
+
+
+def test_hand_example() -> None:
+    """A prompt 5 6 with answers 7 8, 7 9 and 7, another prompt, and the first answer again."""
+    tree = prefix_tree(packed([[5, 6, 7, 8], [4], [5, 6, 7, 9], [5, 6, 7], [5, 6, 7, 8]]))
+    assert tree is not None
+    ids = packed([[5, 6, 7, 8], [4], [5, 6, 7, 9], [5, 6, 7], [5, 6, 7, 8]]).input_ids
+    assert ids[tree.kept].tolist() == [4, 5, 6, 7, 8, 9]
+    assert tree.places.tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 5, 1, 2, 3, 1, 2, 3, 4]
+    assert tree.lengths == (1, 3, 1, 1)
+    assert tree.pieces == (1, 3, 1, 1) and tree.paths == ((0,), (1,), (1, 2), (1, 3))
+    assert tree.path_lengths == (1, 3, 4, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_distinct_token_stands_once_behind_its_path(seed: int) -> None:
+    sequences = random_sequences(seed)
+    batch = packed(sequences)
+    tree = prefix_tree(batch)
+    assert tree is not None
+    assert sorted(set(tree.places.tolist())) == list(range(len(tree.kept)))
+    assert len(tree.kept) == trie_size(sequences) == distinct_tokens(token_keys(batch))
+    assert torch.equal(batch.input_ids[tree.kept][tree.places], batch.input_ids)
+    assert torch.equal(batch.position_ids[tree.kept][tree.places], batch.position_ids)
+    assert sum(tree.lengths) == sum(tree.pieces) == len(tree.kept)
+    # Each block of new tokens ends a path that is one of the sequences' places.
+    pieces = np.split(np.arange(len(tree.kept)), np.cumsum(tree.pieces)[:-1])
+    blocks = np.split(np.arange(len(tree.kept)), np.cumsum(tree.lengths)[:-1])
+    starts = batch.cu_seqlens.tolist()
+    places = {tuple(tree.places[a:b].tolist()) for a, b in itertools.pairwise(starts)}
+    for block, path in zip(blocks, tree.paths, strict=True):
+        whole = np.concatenate([pieces[piece] for piece in path]).tolist()
+        assert whole[-len(block) :] == block.tolist() and tuple(whole) in places
+
+
+def test_other_positions_are_other_tokens() -> None:
+    """A token's hidden state depends on its position, so only equal positions are shared."""
+    same = prefix_tree(packed([[5, 6, 7], [5, 6, 8]]))
+    assert same is not None and len(same.kept) == 4
+    assert prefix_tree(packed([[5, 6, 7], [5, 6, 8]], [0, 1])) is None
+
+
+def test_a_small_saving_is_no_tree() -> None:
+    rows = [[1, *range(10 * i, 10 * i + 9)] for i in range(1, 4)]
+    assert prefix_tree(packed(rows), least_saving=2 / 30 + 1e-9) is None
+    assert prefix_tree(packed(rows), least_saving=2 / 30) is not None
+    assert prefix_tree(packed([[1, 2], [3, 4]]), least_saving=0.0) is None
+
+
+def part_sizes(parts: list[list[int]], rows: list[list[int]]) -> list[int]:
+    return [trie_size([rows[i] for i in part]) for part in parts]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_micro_batches_have_every_row_and_keep_the_limit(seed: int) -> None:
+    rows = random_sequences(seed)
+    order, shared = sort_by_prefix(token_keys(packed(rows)))
+    in_order = [rows[i] for i in order]
+    limit = random.Random(seed).randint(max(map(len, rows)), 40)
+    parts = micro_batches_of_tree(list(map(len, in_order)), shared, limit)
+    assert sorted(itertools.chain(*parts)) == list(range(len(rows)))
+    sizes = part_sizes(parts, in_order)
+    assert max(sizes) <= limit
+    flat = micro_batches_by_tokens(list(map(len, in_order)), limit)
+    assert len(parts) <= len(flat)
+
+
+def test_rows_of_a_prompt_stay_together() -> None:
+    """Four prompts of 8 tokens with 4 answers of 2: 16 distinct tokens each, two in 32."""
+    rows = [[p] * 8 + [10 + p, a] for p in range(1, 5) for a in range(4)]
+    lengths = [10] * 16
+    _, shared = sort_by_prefix(token_keys(packed(rows)))
+    parts = micro_batches_of_tree(lengths, shared, 32)
+    assert len(parts) == 2
+    assert all({i // 4 for i in part} in ({0, 1}, {0, 2}, {0, 3}, {1, 2}, {1, 3}, {2, 3})
+               for part in parts)  # fmt: skip
+    assert part_sizes(parts, rows) == [26, 26]
+
+
+def test_a_group_that_is_too_large_is_cut_into_even_runs() -> None:
+    """One prompt of 10 tokens with 6 answers of 5: 40 distinct tokens, limit 32. Two runs of 3."""
+    rows = [[1] * 10 + [10 + a] * 5 for a in range(6)]
+    _, shared = sort_by_prefix(token_keys(packed(rows)))
+    parts = micro_batches_of_tree([15] * 6, shared, 32)
+    assert sorted(map(sorted, parts)) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_without_shared_tokens_rows_are_distributed_as_before() -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 40).tolist()
+    found = micro_batches_of_tree(lengths, [0] * 40, 100)
+    assert found == micro_batches_by_tokens(lengths, 100)
+    with pytest.raises(ValueError, match="60 tokens"):
+        micro_batches_of_tree([60, 2], [0, 0], 59)

@@ -1,0 +1,121 @@
+"""Sequences that begin with the same tokens, as a tree in which each distinct token stands once.
+
+Causal attention makes the hidden state of a token a function of the tokens before it, so sequences
+with an equal prefix have equal hidden states there. Sorted, each sequence shares its longest prefix
+with one of its neighbors. So a sequence adds to the packed row only what the one before it lacks,
+and the tokens that it attends to are a path of a few pieces of the row.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verlite.algorithms.packing import Packed
+
+LEAST_SAVING = 0.05
+"""Share of the tokens that a tree must save. Its tokens cost a little more each: keys and values
+are copied along the paths, and masks take the place of causal kernels."""
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The D distinct tokens of T packed tokens.
+
+    kept: [D], the packed token that stands at each place.
+    places: [T], the place of each packed token.
+    lengths: the new tokens of each sequence that has any, in the order of their places; their sum
+        is D.
+    pieces: tokens of the pieces of which the paths consist; their sum is D.
+    paths: for each of `lengths`, the pieces from the sequence's first token to its last.
+    """
+
+    kept: Tensor
+    places: Tensor
+    lengths: tuple[int, ...]
+    pieces: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
+
+    @property
+    def path_lengths(self) -> tuple[int, ...]:
+        """Return the tokens of each path."""
+        return tuple(sum(self.pieces[piece] for piece in path) for path in self.paths)
+
+
+def token_keys(packed: Packed) -> list[np.ndarray]:
+    """Return for each sequence one int64 per token, equal where token and position are equal."""
+    keys = (packed.input_ids << 32 | packed.position_ids).cpu().numpy()
+    return [keys[begin:end] for begin, end in pairwise(packed.cu_seqlens.tolist())]
+
+
+def sort_by_prefix(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Return an order in which neighbors share the most, and how many first tokens each sequence
+    shares with the one before it in this order.
+
+    No sequence shares more with any earlier one.
+    """
+    data = [sequence.tobytes() for sequence in sequences]
+    order = sorted(range(len(data)), key=data.__getitem__)
+    shared = [0] * min(len(order), 1)
+    for a, b in pairwise(order):
+        length = min(len(sequences[a]), len(sequences[b]))
+        differs = sequences[a][:length] != sequences[b][:length]
+        shared.append(int(differs.argmax()) if differs.any() else length)
+    return order, shared
+
+
+def distinct_tokens(sequences: list[np.ndarray]) -> int:
+    """Return the number of tokens in the sequences' tree."""
+    return sum(map(len, sequences)) - sum(sort_by_prefix(sequences)[1])
+
+
+def prefix_tree(packed: Packed, least_saving: float = LEAST_SAVING) -> PrefixTree | None:
+    """Return the tree of the packed sequences; None if it saves less than `least_saving` of the
+    tokens."""
+    sequences = token_keys(packed)
+    order, shared = sort_by_prefix(sequences)
+    total = len(packed.input_ids)
+    if not sum(shared) or sum(shared) < least_saving * total:
+        return None
+    starts = packed.cu_seqlens.tolist()
+    places = np.empty(total, dtype=np.int64)
+    kept = []
+    spans: list[tuple[int, int]] = []  # of places, along the path of the sequence before
+    all_spans = []
+    cuts = set()
+    size = 0
+    for i, known in zip(order, shared, strict=True):
+        new = len(sequences[i]) - known
+        spans = _first(spans, known) + [(size, size + new)] * (new > 0)
+        places[starts[i] : starts[i + 1]] = np.concatenate([np.arange(*span) for span in spans])
+        if new:
+            kept.append(np.arange(starts[i] + known, starts[i + 1]))
+            all_spans.append(spans)
+            cuts |= {place for span in spans for place in span}
+            size += new
+    ends = sorted(cuts)
+    return PrefixTree(
+        kept=torch.from_numpy(np.concatenate(kept)),
+        places=torch.from_numpy(places),
+        lengths=tuple(map(len, kept)),
+        pieces=tuple(b - a for a, b in pairwise(ends)),
+        paths=tuple(
+            tuple(
+                piece for a, b in own for piece in range(bisect_left(ends, a), bisect_left(ends, b))
+            )
+            for own in all_spans
+        ),
+    )
+
+
+def _first(spans: list[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
+    """Return the spans of the first `tokens` places."""
+    found = []
+    for begin, end in spans:
+        if tokens > 0:
+            found.append((begin, min(end, begin + tokens)))
+            tokens -= end - begin
+    return found
