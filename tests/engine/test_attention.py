@@ -83,7 +83,7 @@ def test_a_tree_attends_along_its_paths(window: int | None) -> None:
     paths = Paths((4, 1, 2, 1, 2, 2), ((0, 1, 2), (0, 1, 3), (0, 4), (5,)), lengths,
                   torch.tensor([0, *lengths]).cumsum(0).int())  # fmt: skip
     own = (7, 1, 2, 2)
-    sequences = Sequences(own, torch.tensor([0, *own]).cumsum(0).int(), paths)
+    sequences = Sequences(own, torch.tensor([0, *own]).cumsum(0).int(), paths=paths)
     assert sequences.longest == 7
     options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "sequences": sequences}
     out, _ = packed_attention(nn.Module(), query, key, value, None, **options)
@@ -151,7 +151,7 @@ def test_varlen_kernel_gets_the_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = Paths((3, 2, 1), ((0,), (0, 1), (2,)), (3, 5, 1), boundaries[1])
     options: dict[str, Any] = {
         "scaling": 0.3,
-        "sequences": Sequences((3, 2, 1), boundaries[0], paths),
+        "sequences": Sequences((3, 2, 1), boundaries[0], paths=paths),
     }
     expected, _ = packed_attention(nn.Module(), *x, None, **options)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)

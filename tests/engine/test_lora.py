@@ -218,7 +218,9 @@ def test_lora_on_two_ranks_equals_one(
         assert (first["end"][name] - value).norm() <= 1e-3 * (value - results["start"][name]).norm()
     both = torch.cat([first["log_probs"], second["log_probs"]])
     torch.testing.assert_close(both, results["log_probs"], rtol=0, atol=1e-3)
-    assert torch.equal(torch.cat([first["reference"], second["reference"]]), results["reference"])
+    # The ranks' rows are other trees, whose products have other shapes: only rounding may differ.
+    both = torch.cat([first["reference"], second["reference"]])
+    torch.testing.assert_close(both, results["reference"], rtol=1e-6, atol=1e-6)
     assert first["fingerprints"] == second["fingerprints"]
     assert first["fingerprints"] == [
         fingerprint(first["weights"].items()),

@@ -56,14 +56,15 @@ def test_activation_offload_gives_the_same_gradient(
             pack = self.pack_hook
             self.pack_hook = lambda tensor: packed.append(tensor.shape) or pack(tensor)
 
-    (plain,) = programs.gradients(tiny_qwen2, [CASE], enable_gradient_checkpointing=True)
+    settings = {"enable_gradient_checkpointing": True, "share_prefixes": False}
+    (plain,) = programs.gradients(tiny_qwen2, [CASE], **settings)
     monkeypatch.setattr(sharding, "save_on_cpu", Watched)
     monkeypatch.setattr(
         fsdp,
         "checkpoint_layers",
         lambda model, offload: sharding.checkpoint_layers(model, offload=True),
     )
-    (offloaded,) = programs.gradients(tiny_qwen2, [CASE], enable_gradient_checkpointing=True)
+    (offloaded,) = programs.gradients(tiny_qwen2, [CASE], **settings)
     assert offloaded[0] == plain[0]
     assert all(torch.equal(offloaded[1][name], gradient) for name, gradient in plain[1].items())
     real = (

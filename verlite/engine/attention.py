@@ -61,15 +61,15 @@ class Sequences:
 
     lengths: tokens of each sequence in the row, in order; their sum is T.
     cu_seqlens: [n + 1] int32 on the model's device: the first token of each sequence, then T.
-    paths: where the tokens before them are that sequences share with others. None: nowhere.
     group: the sequence-parallel group whose ranks each have an equal slice of the row (see
         ulysses.py). None: this rank has the whole row.
+    paths: where the tokens before them are that sequences share with others. None: nowhere.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
-    paths: Paths | None = None
     group: ProcessGroup | None = None
+    paths: Paths | None = None
 
     @property
     def longest(self) -> int:

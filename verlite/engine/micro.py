@@ -243,7 +243,7 @@ def _tree_inputs(
         batch.input_ids[tree.kept][None],
         batch.position_ids[tree.kept][None],
         None,
-        Sequences(tree.lengths, _boundaries(tree.lengths), paths),
+        Sequences(tree.lengths, _boundaries(tree.lengths), paths=paths),
         replace(targets, source=tree.places[targets.source]),
         shape,
     )
