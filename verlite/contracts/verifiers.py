@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verlite.gateway.agents import Agents, Task
+from verlite.gateway.agents import Agents
 from verlite.gateway.program import ProgramError
 from verlite.gateway.verifiers import tasks
-from verlite.rollout.types import Completion, Sampling, Status
+from verlite.rollout.types import Completion, Sampling, Status, Task
 from verlite.spec.roles import AgentSpec
 
 EPISODES = 2
