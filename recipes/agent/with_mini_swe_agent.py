@@ -31,7 +31,7 @@ from minisweagent.models.litellm_model import LitellmModel  # noqa: E402
 agent = DefaultAgent(
     LitellmModel(
         model_name="openai/policy",  # reads OPENAI_BASE_URL and OPENAI_API_KEY
-        observation_template="{{ output.output }}",
+        observation_template="{{ output.output[:9] }}",  # errors of the shell are long
         format_error_template="?",
     ),
     LocalEnvironment(cwd=str(folder)),
