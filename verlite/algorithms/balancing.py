@@ -157,6 +157,11 @@ def micro_batches_by_tokens(
         count += 1
 
 
+MOST_PATHS = 4
+"""Attention copies keys and values along the path of each sample. The copies of a micro-batch are of
+at most so many tokens for each token of its limit."""
+
+
 def micro_batches_of_tree(
     lengths: Sequence[int], shared: Sequence[int], max_tokens: int
 ) -> list[list[int]]:
@@ -170,7 +175,8 @@ def micro_batches_of_tree(
     Args:
         lengths: tokens of each sample, sorted by `prefix_tree.sort_by_prefix`.
         shared: first tokens that each sample shares with the one before it.
-        max_tokens: most distinct tokens of one micro-batch.
+        max_tokens: most distinct tokens of one micro-batch. Its samples have at most MOST_PATHS
+            times as many together.
 
     Returns, raises:
         As `micro_batches_by_tokens`.
@@ -217,4 +223,14 @@ def micro_batches_of_tree(
         in_runs = [tokens(run.start, run.stop) for run in runs]
         if (len(runs), sum(in_runs)) < (len(parts), sum(sizes)):
             parts = [list(runs[i]) for i in np.argsort(in_runs, kind="stable")[::-1]]
-    return parts
+    return [half for part in parts for half in _halves(part, lengths, MOST_PATHS * max_tokens)]
+
+
+def _halves(part: list[int], lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Divide samples until each part's lengths add up to at most `most`."""
+    if len(part) <= 1 or sum(lengths[i] for i in part) <= most:
+        return [part]
+    middle = len(part) // 2
+    return [
+        half for side in (part[:middle], part[middle:]) for half in _halves(side, lengths, most)
+    ]

@@ -88,6 +88,8 @@ def prefix_tree(packed: Packed, least_saving: float = LEAST_SAVING) -> PrefixTre
     cuts = set()
     size = 0
     for i, known in zip(order, shared, strict=True):
+        if not len(sequences[i]):
+            continue
         new = len(sequences[i]) - known
         spans = _first(spans, known) + [(size, size + new)] * (new > 0)
         places[starts[i] : starts[i + 1]] = np.concatenate([np.arange(*span) for span in spans])

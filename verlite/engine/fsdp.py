@@ -159,7 +159,7 @@ class TrainEngine:
     def _self_check(self) -> None:
         register_fsdp_forward_method(self.model, "self_check")
         self.model.eval()
-        self.model.self_check(self.device, self.sequence_group)
+        self.model.self_check(self.device, self.sequence_group, self._shares_prefixes)
         self._reshard()
 
     @property

@@ -336,7 +336,8 @@ class HeadedModel(nn.Module):
             {"values"}, or {"log_probs"} plus the requested "entropy" and "sum_pi_squared". All but
             "sum_pi_squared" are differentiable.
         """
-        hidden = self.hidden(inputs)[inputs.targets.source]
+        # Not indexing: its backward adds what several rows give a shared token in any order.
+        hidden = nn.functional.embedding(inputs.targets.source, self.hidden(inputs))
         return self.head(
             hidden, inputs.targets.labels, temperature, with_entropy, with_sum_pi_squared
         )
@@ -396,8 +397,14 @@ class HeadedModel(nn.Module):
             raise ModelError(beyond_limit(kind, limit, longest))
 
     @torch.no_grad()
-    def self_check(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Compare this module with transformers' own forward pass on two short sequences.
+    def self_check(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        shares_prefixes: bool = False,
+    ) -> None:
+        """Compare this module with transformers' own forward pass on short sequences, which begin
+        alike.
 
         This detects architectures that need more than this module computes, such as soft-capped
         logits, a bias on the output embedding, or state that crosses the sequences of a packed row.
@@ -409,7 +416,7 @@ class HeadedModel(nn.Module):
         config = self.model.config
         is_packed = config._attn_implementation == PACKED_ATTENTION
         rows = self._random_rows()
-        all_inputs = model_inputs(rows, is_packed)
+        all_inputs = model_inputs(rows, is_packed, shares_prefixes and is_packed)
         inputs = all_inputs.rank_slice(group).to(device)
         rows = rows.to(device)
         actual = self.hidden(inputs)[inputs.targets.source]
@@ -440,18 +447,21 @@ class HeadedModel(nn.Module):
             )
 
     def _random_rows(self) -> TensorDict:
-        """Return two rows of random tokens for the self-check, padded on different sides."""
+        """Return rows of random tokens for the self-check: two that are padded on different sides,
+        and one that begins as the first."""
         generator = torch.Generator().manual_seed(0)
-        attention_mask = torch.tensor([[1] * 8, [0, 0, 1, 1, 1, 1, 0, 0]])
+        attention_mask = torch.tensor([[1] * 8, [0, 0, 1, 1, 1, 1, 0, 0], [1] * 8])
         embeddings: Any = self.model.get_input_embeddings()
         vocab_size = embeddings.weight.shape[0]
+        input_ids = torch.randint(vocab_size, (3, 8), generator=generator)
+        input_ids[2, :3] = input_ids[0, :3]
         tensors = {
-            "input_ids": torch.randint(vocab_size, (2, 8), generator=generator),
+            "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
             "response_mask": attention_mask[:, 4:],
         }
-        return TensorDict(tensors, batch_size=[2])
+        return TensorDict(tensors, batch_size=[3])
 
     def _expected(self, rows: TensorDict) -> Tensor:
         """Return log-probs, or hidden states of a value model, by transformers' own attention, one

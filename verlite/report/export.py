@@ -34,6 +34,7 @@ _PROBE_ROWS = 8
 _PROBE_LENGTH = 16
 _FROM_CHECKPOINT: dict[str, tuple[type, ...]] = {
     "use_remove_padding": (bool,),
+    "share_prefixes": (bool,),
     "override_config": (dict,),
     "custom_chat_template": (str, type(None)),
     "lora_rank": (int,),
