@@ -33,6 +33,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "sft_vs_loop": ("sft", "ratios", "loop"),
     "generation_vs_vllm": ("generation_w25", "vs_vllm"),
     "server_vs_engine": ("server_w25", "server_vs_engine"),
+    "gateway_vs_engine": ("gateway_vllm", "vs_engine"),
     "weight_sync_vs_memcpy": ("sync", "syncs", "w25, vllm", "vs_memcpy"),
     "weight_sync_vs_memcpy_hf": ("sync", "syncs", "w25, hf", "vs_memcpy"),
     "fingerprint_share": ("sync", "syncs", "w25, vllm", "fingerprint_share"),

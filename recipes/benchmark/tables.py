@@ -148,6 +148,24 @@ def _server(name: str, found: dict[str, Any]) -> str:
     )
 
 
+def _gateway(found: dict[str, Any]) -> str:
+    speeds, memory = found["tokens_per_s"], found["bytes_per_session"]
+    rows = [
+        (f"engine {found['engine']} alone", f"{speeds['engine']:,.0f}", ""),
+        ("through the gateway", f"{speeds['gateway']:,.0f}", f"{found['vs_engine']:.2f}"),
+    ]
+    sessions = f"{found['sessions']} sessions of {found['turns']} turns at once"
+    head = (f"{sessions}, {found['workload']}, {found['rounds']} rounds", "tokens/s", "ratio")
+    ratios = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
+    used = [
+        ("ratio of each round", ratios),
+        ("CPU time of a request beside the engine's", f"{found['cpu_ms_per_request']:.1f} ms"),
+        ("memory of a session before its first request", f"{memory['idle'] / 1e3:.1f} kB"),
+        ("memory of a session after its last", f"{memory['full'] / 1e3:.1f} kB"),
+    ]
+    return "\n".join((table(head, rows), table(("the gateway", ""), used)))
+
+
 def _reference(found: dict[str, Any]) -> str:
     rows = [
         ("the engine in this process", f"{found['tokens_per_s']['local']:,.0f}", ""),
@@ -524,5 +542,6 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "retriever": _retriever,
     "reward": _reward,
     "reference": _reference,
+    "gateway_vllm": _gateway,
     "library": _library,
 }

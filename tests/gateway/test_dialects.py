@@ -281,6 +281,7 @@ def test_generate_as_verifiers_asks_and_reads():
     assert choice["token_ids"] == node.sampled and choice["finish_reason"] == "stop"
     content = choice["logprobs"]["content"]
     assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in node.sampled]
+    assert [entry["token_id"] for entry in content] == node.sampled
     assert [entry["logprob"] for entry in content] == node.log_probs
     (model,) = models["data"]
     assert (model["id"], model["max_model_len"]) == ("policy", 77)

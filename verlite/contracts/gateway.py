@@ -439,7 +439,7 @@ def _tokens_in(talk: Talk, generate: bool) -> str:
         body: Json = {"model": talk.model, "token_ids": ids, "sampling_params": sampling}
         answer = talk.post("../inference/v1/generate", body)
         entries = answer["choices"][0]["logprobs"]["content"]
-        names = [entry["token"] for entry in entries]
+        names = [entry.get("token") or f"token_id:{entry['token_id']}" for entry in entries]
         values = [entry["logprob"] for entry in entries]
         sampled = answer["choices"][0]["token_ids"]
         if names != [f"token_id:{token}" for token in sampled]:

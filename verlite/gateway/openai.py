@@ -114,7 +114,8 @@ def write_generate(asked: Asked, choices: Sequence[Choice], created: int) -> Jso
             "finish_reason": choice.finish_reason,
             "logprobs": {
                 "content": [
-                    {"token": f"token_id:{token}", "logprob": value}
+                    # `token` for verifiers 0.4, `token_id` for clients of vLLM 0.32
+                    {"token": f"token_id:{token}", "token_id": token, "logprob": value}
                     for token, value in zip(choice.ids, choice.log_probs, strict=True)
                 ]
             },
