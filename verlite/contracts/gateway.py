@@ -45,13 +45,15 @@ class Unseen(Exception):
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer. said: it as messages of the next request."""
+    """An answer. said: it as messages of the next request. earlier: texts of the answers in its
+    prompt."""
 
     prompt: list[int]
     sampled: list[int]
     log_probs: list[float] | None
     text: str
     said: list[Json]
+    earlier: tuple[str, ...] = ()
 
     @property
     def context(self) -> list[int]:
@@ -186,7 +188,8 @@ class Talk:
         sampled = holder.get("token_ids")
         if not prompt or sampled is None:
             raise Broken("the answer has no token ids (return_token_ids)")
-        turn = Turn(prompt, sampled, *self.dialect.read(answer))
+        earlier = (t.text for t in list(self.turns) if t.context == prompt[: len(t.context)])
+        turn = Turn(prompt, sampled, *self.dialect.read(answer), tuple(earlier))
         self.turns.append(turn)
         return turn
 
@@ -199,8 +202,8 @@ def exact(before: Turn, after: Turn) -> None:
         if len(after.prompt) == len(context):
             raise Broken("the new message is not in the prompt")
         return
-    if "</think>" in before.text:
-        raise Unseen("the chat template may write earlier thoughts in another way")
+    if any("</think>" in text or text[:1] == "\n" for text in (before.text, *before.earlier)):
+        raise Unseen("the chat template may write earlier thoughts, or newlines, in another way")
     pairs = zip(context, known, strict=False)
     at = next((i for i, (old, new) in enumerate(pairs) if old != new), len(known))
     raise Broken(
