@@ -94,7 +94,8 @@ def load_rows(material, patch):
     found = {}
     for added, _ in ROWS:
         try:
-            found[added] = material.notes(*added.replace("DIR", str(material.folder)).split(" "))
+            words = re.findall(r"(?:'[^']*'|[^ '])+", added.replace("DIR", str(material.folder)))
+            found[added] = material.notes(*words)
         except ConfigError as error:
             found[added] = [str(problem) for problem in error.problems]
         except Exception as error:  # the test of this row shows it

@@ -158,8 +158,8 @@ def micro_batches_by_tokens(
 
 
 MOST_PATHS = 4
-"""Attention copies keys and values along the path of each sample. The copies of a micro-batch are of
-at most so many tokens for each token of its limit."""
+"""Attention copies keys and values along the path of each sample: in a micro-batch at most so many
+tokens for each token of its limit."""
 
 
 def micro_batches_of_tree(
