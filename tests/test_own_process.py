@@ -142,6 +142,26 @@ def test_one_that_cannot_start_says_why_to_all(monkeypatch, code, python, cause)
     assert once == 1 and all(cause in str(error) for error in errors)
 
 
+def test_one_without_a_process_is_started_again(monkeypatch):
+    """The machine may lack processes or files for a moment."""
+    monkeypatch.setattr(own_process, "AGAIN_S", 0.0)
+    start = own_process.start_kept
+
+    async def fails(*arguments):
+        monkeypatch.setattr(own_process, "start_kept", start)
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(own_process, "start_kept", fails)
+
+    async def main(program):
+        with pytest.raises(ProcessEnded, match="cannot be started: no more processes"):
+            await program.process.running()
+        assert not (await program.process.running()).done()
+        return program.process.starts
+
+    assert run(main) == 2
+
+
 def test_another_loop_may_start_a_process_at_the_same_moment(monkeypatch):
     """Then uvloop raises this, before it forks."""
     start, refusals = asyncio.create_subprocess_exec, ["process", "process"]

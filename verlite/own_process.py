@@ -230,8 +230,11 @@ class OwnProcess:
             self._process = await start_kept(
                 EXECUTE, self._words, self._memory_gb, self._folder, self._variables
             )
-        except OSError as error:
-            raise ProcessEnded(f"{self._words[0]} cannot be started: {error}") from error
+        except BaseException as error:
+            self._ended = None
+            if isinstance(error, OSError):
+                raise ProcessEnded(f"{self._words[0]} cannot be started: {error}") from error
+            raise
         self._watch = asyncio.ensure_future(self._follow(self._process))
         ready = asyncio.ensure_future(self._ready(self))
         try:

@@ -16,7 +16,7 @@ from verlite.config.compile import env_spec
 from verlite.config.load import compose
 from verlite.config.plan import make_plan
 from verlite.contracts.envs import check_env
-from verlite.envs.openenv import OpenEnv, action_of, reset_of, text_of
+from verlite.envs.openenv import OpenEnv, _value, action_of, reset_of, text_of
 from verlite.rollout.loop import run_loop
 from verlite.rollout.types import Completion, Sampling, Status, Task, Trajectory
 
@@ -248,6 +248,20 @@ def test_the_contract_of_environments_holds() -> None:
 def test_the_action_in_a_text(text: str, field: Any, value: Any) -> None:
     found = action_of(text, {"properties": {"x": field, "metadata": {}}, "required": ["x"]})
     assert found == {"x": value}
+
+
+def test_a_choice_is_a_whole_word() -> None:
+    field = {"enum": ["up", "upright", "down", "left", "down-left"]}
+    for text, choice in (
+        ("upright", "upright"),
+        ("go down-left", "down-left"),
+        ("up, left", "left"),
+    ):
+        assert _value(text, field) == choice
+    assert _value("I choose 12", {"enum": list(range(13))}) == 12
+    assert _value("10", {"enum": [1, 10]}) == 10
+    assert _value("leftover", field) is None
+    assert _value("up", {"enum": []}) is None
 
 
 @pytest.mark.parametrize("text", ["2.5", "none", '{"other": 1}', "<think>3</think>"])

@@ -144,6 +144,13 @@ def test_a_row_without_a_task_says_how_to_write_one():
     assert "verlite tasks" in one.error
 
 
+def test_a_task_that_is_not_json_costs_its_sample_only():
+    bad = Task({"extra_info": {"task": "not json"}}, [1, 2], Sampling(max_tokens=100))
+    _, (failed, good) = run(lambda agents: sampled(agents, bad, task_of(ASK)), "330")
+    assert "extra_info.task='not json' is not JSON" in failed.error
+    assert good.status == Status.DONE
+
+
 def test_a_sample_that_takes_too_long_leaves_the_process_alone():
     async def main(agents):
         late = await sampled(agents, task_of(("wait", 600)))

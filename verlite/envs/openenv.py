@@ -12,6 +12,7 @@ the model does wrong is an observation that says so.
 import asyncio
 import importlib
 import json
+import math
 import re
 import shlex
 import socket
@@ -99,9 +100,10 @@ def action_of(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _value(text: str, field: Mapping[str, Any]) -> Any:
     """Return the value of a field in a text; None if there is none."""
     if "enum" in field:
-        at = {choice: text.rfind(str(choice)) for choice in field["enum"]}
-        best = max(at, key=lambda choice: at[choice], default=None)
-        return best if best is not None and at[best] >= 0 else None
+        choices = {str(choice): choice for choice in field["enum"]}
+        longest_first = sorted(map(re.escape, choices), key=len, reverse=True)
+        found = re.findall(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", text)
+        return choices[found[-1]] if choices and found else None
     numbers = _NUMBER.findall(text)
     match field.get("type"):
         case "string":
@@ -332,8 +334,10 @@ class _Episode:
             return Step()
         first, self._first = self._first, 0.0
         try:
-            action = dict(self._server._to_action(text, self._schema or {}))
-            result = await self.ask("step", action)
+            action = self._server._to_action(text, self._schema or {})
+            if not isinstance(action, Mapping):
+                raise TypeError(f"env.kwargs.action returned {action!r:.200}, expected a mapping")
+            result = await self.ask("step", dict(action))
         except ValueError as mistake:
             self.is_scored = True
             return Step(f"Error: {mistake}", valid=False, reward=first)
@@ -344,8 +348,15 @@ class _Episode:
         return Step(told, done=result["done"], reward=reward, info={"called": True})
 
     def _reward(self, result: Mapping[str, Any]) -> float:
-        self.is_scored |= result["reward"] is not None
-        return float(result["reward"] or 0.0)
+        reward = result["reward"]
+        if reward is None:
+            return 0.0
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise EnvironmentFailed(
+                f"{self._server._url} gave the reward {reward!r:.200}, expected a finite number"
+            )
+        self.is_scored = True
+        return float(reward)
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message. Return observation, reward and done. Raises ToolError, Rejected."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -125,10 +126,14 @@ class Verifiers:
         if self._cancelling:
             await asyncio.wait(self._cancelling)
 
-    async def start(self) -> None:
-        """Start the process. Raises ProgramError: it cannot serve the environment."""
+    async def start(self) -> "asyncio.Future[None]":
+        """Start the process. Return what ends with it.
+
+        Raises:
+            ProgramError: it cannot serve the environment.
+        """
         try:
-            await self._process.running()
+            return await self._process.running()
         except ProcessEnded as error:
             raise ProgramError(str(error)) from error
 
@@ -149,16 +154,21 @@ class Verifiers:
         task = (row["extra_info"] or {}).get("task")
         if not isinstance(task, str):
             raise ProgramError("the row has no extra_info.task: `verlite tasks` writes such rows")
-        await self.start()
-        ended = await self._process.running()
+        try:
+            task = json.loads(task)
+        except ValueError as error:
+            raise ProgramError(
+                f"extra_info.task={task!r:.200} is not JSON: `verlite tasks` writes such rows"
+            ) from error
+        ended = await self.start()
         number = next(self._numbers)
         result = self._results[number] = asyncio.get_running_loop().create_future()
         address = {"base_url": session.base_url, "key": session.token}
         try:
-            await self._send(run=number, task=json.loads(task), **address)
-            await asyncio.wait(
-                (result, ended), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            with suppress(TimeoutError):  # a process that hangs does not read, either
+                async with asyncio.timeout(self._timeout_s):
+                    await self._send(run=number, task=task, **address)
+                    await asyncio.wait((result, ended), return_when=asyncio.FIRST_COMPLETED)
             if result.done():
                 return self._checked(result.result())
             if ended.done():
@@ -179,8 +189,10 @@ class Verifiers:
         self, number: int, result: "asyncio.Future[Any]", ended: "asyncio.Future[None]"
     ) -> None:
         """Cancel a sample; end the process if it does not even answer that."""
-        await self._send(cancel=number)
-        await asyncio.wait((result, ended), timeout=CANCEL_S, return_when=asyncio.FIRST_COMPLETED)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_S):
+                await self._send(cancel=number)
+                await asyncio.wait((result, ended), return_when=asyncio.FIRST_COMPLETED)
         del self._results[number]
         if not result.done() and not ended.done():
             await self._process.end(f"it hangs: no answer within {CANCEL_S:g} s")
