@@ -32,6 +32,11 @@ ROW = {
 }
 
 
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which folders of loaded files are added
+
+
 class Engine:
     """Writes the given texts, one a turn."""
 
@@ -107,9 +112,11 @@ def test_a_mistake_of_the_model_is_told_and_costs_a_turn(texts: list[str], told:
 
 
 def test_an_action_that_the_server_rejects_is_a_mistake(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def act(text, schema):\n    return {'wrong': text}\n")
+    (tmp_path / "openenv_mapping.py").write_text(
+        "def act(text, schema):\n    return {'wrong': text}\n"
+    )
     engine = Engine(["5", "5"])
-    (found,) = play(Server(), engine, action=f"{tmp_path}/mine.py:act", max_turns=2)
+    (found,) = play(Server(), engine, action=f"{tmp_path}/openenv_mapping.py:act", max_turns=2)
     assert found.error is None and "the action is not valid: answer: Field" in engine.contexts[1]
     assert found.score is not None and found.score.score == 0.0
 
@@ -117,8 +124,8 @@ def test_an_action_that_the_server_rejects_is_a_mistake(tmp_path: Path) -> None:
 def test_functions_of_the_user(tmp_path: Path) -> None:
     code = "def act(text, schema):\n    return {'answer': len(text)}\n"
     code += "def tell(observation):\n    return 'told ' + observation['question']\n"
-    (tmp_path / "mine.py").write_text(code)
-    mine = f"{tmp_path}/mine.py"
+    (tmp_path / "openenv_mapping.py").write_text(code)
+    mine = f"{tmp_path}/openenv_mapping.py"
     engine = Engine(["abcde", "a"])
     (found,) = play(Server(), engine, action=f"{mine}:act", observation=f"{mine}:tell")
     assert engine.contexts[0] == "Add. told 1+4=:" and found.turn_scores == [0.5, 0.0]
