@@ -83,7 +83,8 @@ class Server:
                 self.resets.append(data)
                 numbers = random.Random(data.get("seed"))
                 sums, steps = (numbers.randint(0, 4), numbers.randint(0, 4)), 0
-                await socket.send_json(observation("{}+{}=".format(*sums)))
+                given = 0.25 if self.fault == "reward at once" else None
+                await socket.send_json(observation("{}+{}=".format(*sums), given))
             elif set(data) != {"answer"}:
                 errors = [{"loc": ["answer"], "msg": "Field required"}]
                 await socket.send_json(error("VALIDATION_ERROR", "Invalid message", errors=errors))
@@ -91,8 +92,10 @@ class Server:
                 self.actions.append(data)
                 steps += 1
                 reward = 0.5 if data["answer"] == sum(sums) else 0.0
-                given = None if self.fault == "no reward" else reward
-                await socket.send_json(observation("again:", given, steps == 2))
+                told = observation("again:", reward, steps == 2)
+                if self.fault == "no reward":
+                    told["data"]["reward"] = None
+                await socket.send_json(told)
 
     def app(self) -> web.Application:
         app = web.Application()

@@ -92,6 +92,11 @@ def _text(engine: Engine, found: Trajectory, mask: int) -> str:
     return str(engine.tokenizer.decode([token for token, own in tokens if own == mask]))
 
 
+def test_a_reward_of_reset_belongs_to_the_first_turn() -> None:
+    (found,) = play(Server("reward at once"), Engine(["5", "4"]))
+    assert found.turn_scores == [0.75, 0.0]
+
+
 def test_a_reward_function_may_score_in_place_of_the_rewards() -> None:
     (found,) = play(Server(), Engine(["5", "4"]), scores=False)
     assert found.error is None and found.score is None and found.turn_scores == [0.5, 0.0]
