@@ -186,6 +186,7 @@ def test_two_ranks_that_share_passes_equal_one(tiny_qwen2, file, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for one, two in zip(numbers(tmp_path / "one"), numbers(tmp_path / "two"), strict=True):
+        del one["train/tokens_computed"], two["train/tokens_computed"]  # passes differ
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
