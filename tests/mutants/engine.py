@@ -167,13 +167,16 @@ MUTANTS = [
     Mutant(
         "packed sequences attend to each other",
         ATTENTION + "_per_sequence",
-        argument("lengths", lambda lengths: (sum(lengths),)),
+        argument(
+            "sequences",
+            lambda s: dataclasses.replace(s, lengths=(sum(s.lengths),), paths=None),
+        ),
         (PASSES,),
     ),
     Mutant(
         "the sliding window is one token longer",
-        "verlite.algorithms.attention:_window_mask",
-        argument("window", lambda window: window + 1),
+        "verlite.algorithms.attention:_mask",
+        argument("window", lambda window: window and window + 1),
         ("tests/engine/test_attention.py",),
     ),
     Mutant(

@@ -79,9 +79,11 @@ def test_wrong_attention_mask_fails(smoke, monkeypatch):
 
 
 def test_shifted_window_fails(smoke, monkeypatch):
-    right = attention._window_mask
+    right = attention._mask
     monkeypatch.setattr(
-        attention, "_window_mask", lambda length, window, device: right(length, window + 1, device)
+        attention,
+        "_mask",
+        lambda queries, keys, window, device: right(queries, keys, window and window + 1, device),
     )
     failed = named(smoke("attention"), "failed")
     assert len(failed) == 6 and all("window" in name for name in failed)
