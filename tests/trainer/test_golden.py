@@ -66,6 +66,9 @@ def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
             f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
             f"custom_reward_function.path={reward}",
             f"{policy}model.path={model}",
+            # Trees of prompts add the same numbers in another order.
+            f"{policy}model.share_prefixes=false",
+            "critic.model.share_prefixes=false",
             "data.train_batch_size=8",
             "data.max_prompt_length=8",
             "data.max_response_length=8",
