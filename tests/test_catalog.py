@@ -17,7 +17,7 @@ from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.kl import kl_estimate
 from verlite.algorithms.losses import PolicyLossInputs, policy_loss
 from verlite.config.plan import installed
-from verlite.envs import factory
+from verlite.envs import factory, openenv
 from verlite.importing import SignalExit, import_module
 from verlite.rewards import routing
 from verlite.spec import catalog
@@ -200,6 +200,7 @@ def test_no_estimator_loss_or_environment_is_missing():
     factories = {
         f"{cls.__module__}:{name}"
         for name, cls in inspect.getmembers(factory, inspect.isclass)
+        + [("OpenEnv", openenv.OpenEnv)]
         if issubclass(cls, factory.EnvFactory) and cls is not factory.EnvFactory
     }
     assert factories == set(catalog.ENV_FACTORIES.values())

@@ -25,14 +25,14 @@ def base(tmp_path_factory, tiny_qwen2):
 KILLED_IN_STEP = """
 import os, signal
 from verlite.controller.worker_group import group
-from verlite.trainer import asynchronous
-inner = asynchronous.assign_mini_batches
+from verlite.trainer import ppo
+inner = ppo.assign_mini_batches
 def faulty(run, batch):
     if run.step == 2:
         for worker in group(run.rollout).workers:
             os.kill(int(worker.pid), signal.SIGKILL)
     return inner(run, batch)
-asynchronous.assign_mini_batches = faulty
+ppo.assign_mini_batches = faulty
 """
 
 
