@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from verlite.config.compile import env_spec
 from verlite.config.load import compose
 from verlite.config.plan import make_plan
 from verlite.contracts.envs import check_env
-from verlite.envs.openenv import OpenEnv, _value, action_of, reset_of, text_of
+from verlite.envs.openenv import EnvironmentLost, OpenEnv, _value, action_of, reset_of, text_of
 from verlite.rollout.loop import run_loop
 from verlite.rollout.types import Completion, Sampling, Status, Task, Trajectory
 
@@ -53,12 +54,14 @@ class Engine:
         return Completion(ids, [-1.0] * len(ids), self._finish, [(0, len(ids))])
 
 
-async def sample(factory: OpenEnv, engine: Any, row: Any = ROW) -> Trajectory:
+async def sample(factory: OpenEnv, engine: Any, row: Any = ROW, longest: int = 400) -> Trajectory:
     task = Task(row, [1], Sampling(max_tokens=20))
-    return await run_loop(engine, factory, 400, task)
+    return await run_loop(engine, factory, longest, task)
 
 
-def play(server: Server, engine: Any, samples: int = 1, **settings: Any) -> list[Trajectory]:
+def play(
+    server: Server, engine: Any, samples: int = 1, longest: int = 400, **settings: Any
+) -> list[Trajectory]:
     async def run() -> list[Trajectory]:
         runner = web.AppRunner(server.app(), shutdown_timeout=0.1)
         await runner.setup()
@@ -67,7 +70,7 @@ def play(server: Server, engine: Any, samples: int = 1, **settings: Any) -> list
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         try:
             async with OpenEnv(f"http://127.0.0.1:{port}/", **{"max_turns": 4, **settings}) as env:
-                games = [sample(env, engine) for _ in range(samples)]
+                games = [sample(env, engine, longest=longest) for _ in range(samples)]
                 return list(await asyncio.gather(*games))
         finally:
             await runner.cleanup()
@@ -149,6 +152,50 @@ def test_an_answer_that_was_cut_is_no_action() -> None:
     assert found.score is not None and found.score.score == 0.0
 
 
+def test_an_episode_that_ends_early_is_scored() -> None:
+    """Long episodes are not left out, which would favor short ones."""
+    engine = Engine(["1", "1"], finish="length")
+    (cut,) = play(Server("reward at once"), engine)
+    assert cut.score is not None and cut.score.score == 0.25  # that of reset
+    room = len(Engine([]).tokenizer.encode("Add. 1+4=:5<eos>again::", add_special_tokens=False))
+    (full,) = play(Server(), Engine(["5"]), longest=room)
+    assert full.score is not None and full.score.score == 0.5 and full.turn_scores == [0.5]
+    (short,) = play(Server("no reward"), Engine(["5"]), max_turns=1)
+    assert short.error is None and short.score is not None and short.score.score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"timeout_s": "1m"}, "env.kwargs.timeout_s='1m' must be a number of at least 0"),
+        ({"session_s": -1}, "env.kwargs.session_s=-1 must be"),
+        ({"memory_gb": float("nan")}, "env.kwargs.memory_gb=nan must be"),
+        ({"server": "'a {port}"}, "env.openenv='a {port}: No closing quotation"),
+    ],
+)
+def test_wrong_settings_name_key_and_value(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        OpenEnv(**{"server": "http://127.0.0.1:9", "max_turns": 1, **settings})
+    with pytest.raises(ValueError, match=r"extra_info.reset='abc' must be a mapping"):
+        reset_of([], {"reset": "abc"})
+
+
+def test_a_server_that_is_gone_fails_its_second_check_too() -> None:
+    async def run() -> None:
+        runner = web.AppRunner(Server().app(), shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        env = OpenEnv(f"http://127.0.0.1:{port}", 1)
+        assert await env.check() is None
+        await runner.cleanup()
+        with pytest.raises(EnvironmentLost):
+            await env.check()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -164,7 +211,7 @@ def test_an_answer_that_was_cut_is_no_action() -> None:
 )
 def test_what_the_server_does_wrong_is_never_a_score(fault: str, error: str) -> None:
     (found,) = play(Server(fault), Engine(["5", "5"]), timeout_s=0.3 if "hang" in fault else 30)
-    assert found.status == Status.ERROR and str(found.error).startswith(f"{error}: ")
+    assert found.status == Status.ERROR and str(found.error).startswith(f"ToolError: {error}: ")
     assert found.score is None and not any(found.response_mask)
 
 
@@ -173,7 +220,9 @@ def test_a_server_with_one_session_plays_all_samples() -> None:
     found = play(server, Engine(["5"] * 6), samples=3)
     assert [one.score and one.score.score for one in found] == [1.0] * 3 and server.most == 1
     (full,) = play(Server(places=0), Engine([]), session_s=0.0)
-    assert str(full.error).startswith("EnvironmentRefused: ") and "CAPACITY" in str(full.error)
+    assert str(full.error).startswith("ToolError: EnvironmentRefused: ") and "CAPACITY" in str(
+        full.error
+    )
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -182,7 +231,7 @@ def test_a_server_that_is_not_there() -> None:
             return await sample(env, Engine([]))
 
     found = asyncio.run(run())
-    assert str(found.error).startswith("EnvironmentLost: http://127.0.0.1:9/schema")
+    assert str(found.error).startswith("ToolError: EnvironmentLost: http://127.0.0.1:9/schema")
 
 
 @pytest.mark.process

@@ -214,7 +214,7 @@ MUTANTS = [
         (TREES,),
     ),
     Mutant(
-        "positions of a branch start anew",
+        "positions of a branch restart at 0",
         MICRO + "_tree_inputs",
         calls(_positions_restarted),
         (TREES,),

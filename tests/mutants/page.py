@@ -21,8 +21,8 @@ To add one, add an entry to `tests/mutants/PACKAGE.py`, if no other mutant of th
 the same kind of fault: a sign, an order or a comparison; a normalization; a mask, a position or an
 off-by-one; a factor, a term or a limit that is dropped; an error that is no longer raised; state
 that is lost, doubled or left behind; an outsider's input or a secret that passes. What only changes
-the words of a message, a note or a page is no mutant. A state machine whose rules are checked by a
-simulation has one for each rule.
+the words of a message, a note or a page does not count. A state machine whose rules a simulation
+checks has one for each rule.
 """
 _ROW = re.compile(r"^\| ([^|]+) \| `[^|]+` \| [^|]+ \| ([^|]+) \|$")
 

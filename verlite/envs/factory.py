@@ -18,9 +18,13 @@ if TYPE_CHECKING:  # preflight checks must not import heavy libraries
     from transformers import PreTrainedTokenizerBase
 
 
+class ContextFull(ValueError):
+    """The context leaves no room for an answer."""
+
+
 Generate = Callable[[list[int], int | None, tuple[str, ...]], Awaitable[Any]]
 """(tokens of the context, most new tokens or None for the run's limit, stop strings) -> the
-engine's `Completion`."""
+engine's `Completion`. Raises ContextFull."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any, Self
 import aiohttp
 
 from verlite.envs.chat import Chat
-from verlite.envs.factory import EnvFactory, Generate, Played
+from verlite.envs.factory import ContextFull, EnvFactory, Generate, Played
 from verlite.envs.step import Step, ToolError
 from verlite.importing import find, names_a_file
 from verlite.own_process import OwnProcess, ProcessEnded
@@ -33,6 +33,8 @@ WAIT_S = 0.25
 """Between two tries to get one of the server's sessions, or to reach one that starts."""
 MAX_MESSAGE = 64 << 20
 """Bytes of one message of a server."""
+TOKEN_CHARACTERS = 256
+"""More than a token has. Of a longer observation only the beginning is encoded."""
 OURS = ("metadata",)
 """Fields of actions and observations that are not for the model."""
 RESET = "reset"
@@ -164,9 +166,16 @@ class OpenEnv(EnvFactory):
         Raises:
             ValueError: a setting cannot be used. OwnCodeError: a function cannot be imported.
         """
+        limits = {"timeout_s": timeout_s, "start_s": start_s, "memory_gb": memory_gb}
+        for name, value in {**limits, "session_s": session_s}.items():
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"env.kwargs.{name}={value!r} must be a number of at least 0")
         self._base = server.rstrip("/") if re.match(r"(https?|wss?)://", server) else None
         self._base = self._base and re.sub("^ws", "http", self._base)
-        self._words = [] if self._base else shlex.split(server)
+        try:
+            self._words = [] if self._base else shlex.split(server)
+        except ValueError as error:
+            raise ValueError(f"env.openenv={server}: {error}") from error
         if not self._base and "{port}" not in server:
             raise ValueError(
                 f"env.openenv={server} must be a URL, or a command with {{port}}, such as "
@@ -211,6 +220,7 @@ class OpenEnv(EnvFactory):
     async def check(self) -> str | None:
         """Read the server's schema. A command is started for it. Raises ToolError."""
         async with self:
+            self._schema = None  # of a server that may be gone
             await self._ready()
         return None
 
@@ -221,6 +231,7 @@ class OpenEnv(EnvFactory):
         chat = Chat(tokenizer, (), self._template_kwargs)
 
         def message(text: str) -> dict[str, Any]:
+            text = text[: TOKEN_CHARACTERS * self._max_obs_length]
             ids = tokenizer.encode(text, add_special_tokens=False)
             if len(ids) > self._max_obs_length:
                 text = tokenizer.decode(ids[: self._max_obs_length])
@@ -232,23 +243,30 @@ class OpenEnv(EnvFactory):
             messages = [*row["prompt"], message(await episode.reset())]
             prompt = chat.encode_messages(chat.render, messages)
             ids, mask, rewards = list(prompt), list[int](), list[float]()
+            is_done = False
             for turn in range(1, self._max_turns + 1):
-                answer = await generate(ids, None, ())
+                try:
+                    answer = await generate(ids, None, ())
+                except ContextFull:
+                    if turn == 1:
+                        raise
+                    break
                 ids, mask = [*ids, *answer.ids], [*mask, *[1] * len(answer.ids)]
                 if answer.finish_reason == "length":
                     break
                 text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
                 step = await episode.step(text, False)
                 rewards.append(step.reward)
-                if step.done or turn == self._max_turns:
+                is_done = step.done
+                if is_done or turn == self._max_turns:
                     break
                 told = message(step.obs)
                 after = chat.continuation(ids, messages, [told], "</think>" in text)
                 ids, mask = [*ids, *after], [*mask, *[0] * len(after)]
                 messages += [{"role": "assistant", "content": text}, told]
-        if rewards and not episode.is_scored:
+        if is_done and not episode.is_scored:
             raise EnvironmentFailed(f"{self._url} gave no reward in the whole episode")
-        score = sum(rewards) if self._scores else None
+        score = sum(rewards) + episode.reset_reward if self._scores else None
         return Played(prompt, ids[len(prompt) :], mask, score=score, turn_scores=rewards)
 
     def env(self, extra_info: Mapping[str, Any]) -> "_Episode":
@@ -309,7 +327,7 @@ class _Episode:
         self._reset = reset
         self._schema: Mapping[str, Any] | None = None
         self._socket: Any = None
-        self._first = 0.0
+        self.reset_reward = 0.0
         self.is_scored = False
 
     async def leave(self) -> None:
@@ -322,7 +340,7 @@ class _Episode:
         """Begin. Return the first observation as text. Raises ToolError."""
         self._schema = await self._server._ready()
         result = await self.ask(RESET, self._reset)
-        self._first = self._reward(result)
+        self.reset_reward = self._reward(result)
         return self._server._to_text(result["observation"])
 
     async def step(self, text: str, last: bool) -> Step:
@@ -332,7 +350,7 @@ class _Episode:
         if last:
             await self.leave()
             return Step()
-        first, self._first = self._first, 0.0
+        first, self.reset_reward = self.reset_reward, 0.0
         try:
             action = self._server._to_action(text, self._schema or {})
             if not isinstance(action, Mapping):
@@ -396,11 +414,14 @@ class _Episode:
         return await self._socket.receive_json()
 
 
-def reset_of(prompt: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+def reset_of(prompt: Any, extra_info: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the parameters of `reset`: extra_info.reset, and a seed that is the same for all
     samples of a row."""
     told = json.dumps([prompt, extra_info], sort_keys=True, default=str)
-    return {"seed": zlib.crc32(told.encode()) >> 1} | dict(extra_info.get(RESET) or {})
+    parameters = (extra_info or {}).get(RESET) or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"extra_info.{RESET}={parameters!r:.200} must be a mapping of parameters")
+    return {"seed": zlib.crc32(told.encode()) >> 1} | dict(parameters)
 
 
 def _checked(told: Mapping[str, Any], kind: str, url: str) -> Mapping[str, Any]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from verlite.envs.factory import EnvFactory, Played
+from verlite.envs.factory import ContextFull, EnvFactory, Played
+from verlite.envs.step import ToolError
 from verlite.importing import CODE_ERRORS, SignalExit
 from verlite.rewards.result import result_of
 from verlite.rollout.types import (
@@ -63,7 +64,7 @@ async def run_loop(
         nonlocal seconds
         room = longest - len(ids)
         if room < 1:
-            raise ValueError(
+            raise ContextFull(
                 f"the context has {len(ids)} tokens; {longest} fit with the answer "
                 "(data.max_prompt_length + data.max_response_length)"
             )
@@ -95,6 +96,8 @@ async def run_loop(
             trajectory.score = result_of(played.score)
     except SignalExit:
         raise
+    except ToolError as error:  # counted, and waited for, as failed tools are
+        trajectory.fail(f"{ToolError.__name__}: {type(error).__name__}: {error}")
     except CODE_ERRORS as error:
         trajectory.fail(error)
     if broken:  # even if the environment has caught it
