@@ -151,6 +151,8 @@ def test_a_response_that_the_loop_cuts_is_cut(loops: Path) -> None:
         ("response_mask=mask[", "response_mask=mask[1:][", "response_mask has"),
         ("[1] * len(output", "[0] * len(output", "no token of the model"),
         ("sampling_params=sampling_params", "sampling_params={'n': 2}", "may set max_tokens"),
+        ("sampling_params=sampling_params", "sampling_params={'max_tokens': 0}", "at least 1"),
+        ("metrics = {}", "return None", "run returned None, expected one AgentLoopOutput"),
         ("metrics = {}", "self.config.trainer", "Key 'trainer' is not in struct"),
         ('float(kwargs["reward_model"]["ground_truth"])', "float('nan')", "nan"),
         ("metrics = {}", "import asyncio; await asyncio.sleep(600)", "within env.kwargs.timeout_s"),
@@ -162,6 +164,15 @@ def test_a_loop_that_fails_is_not_scored(loops: Path, old: str, new: str, words:
     found = play(loops, Engine(), timeout_s=0.2 if "sleep" in new else 60)
     assert found.status == Status.ERROR and words in str(found.error)
     assert found.score is None and not any(found.response_mask)
+
+
+def test_the_smaller_limit_of_an_answer_counts(loops: Path) -> None:
+    given = "{'max_tokens': 3, 'max_new_tokens': 2, 'repetition_penalty': None}"
+    code = LOOP.replace("sampling_params=sampling_params", f"sampling_params={given}")
+    loops.with_name("loop_of_mine.py").write_text(code)
+    engine = Engine()
+    assert play(loops, engine).error is None
+    assert [sampling.max_tokens for _, sampling in engine.asked] == [2, 2]
 
 
 def test_an_engine_that_died_ends_all_even_if_the_loop_catches_it(loops: Path) -> None:

@@ -101,9 +101,14 @@ class LLMServerClient:
         if image_data or video_data or audio_data:
             raise ValueError("a request has images, videos or audio; verlite trains on text only")
         given = {name: value for name, value in sampling_params.items() if name not in NEUTRAL}
-        limit = given.pop("max_tokens", None) or given.pop("max_new_tokens", None)
+        limits = [given.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
+        limit = min((limit for limit in limits if limit is not None), default=None)
+        if limit is not None and limit < 1:
+            raise ValueError(
+                f"sampling_params {dict(sampling_params)}: max_tokens must be at least 1"
+            )
         stop = given.pop("stop", None) or ()
-        if given.pop("repetition_penalty", 1.0) != 1.0 or any(given.values()):
+        if given.pop("repetition_penalty", None) not in (None, 1) or any(given.values()):
             raise ValueError(
                 f"sampling_params {dict(sampling_params)}: a request may set max_tokens and stop; "
                 "the run sets temperature, top_p and top_k"
@@ -348,8 +353,10 @@ class VerlLoops(EnvFactory):
                 f"{self._loop.__name__}.run did not end within env.kwargs.timeout_s="
                 f"{self._timeout_s:g}"
             ) from error
-        if isinstance(output, list):
-            raise ValueError(f"{self._loop.__name__}.run must return one AgentLoopOutput")
+        if not hasattr(output, "response_ids"):
+            raise ValueError(
+                f"{self._loop.__name__}.run returned {output!r:.200}, expected one AgentLoopOutput"
+            )
         parts = output.extra_fields.get("reward_extra_info") or {}
         score = output.reward_score
         return Played(
