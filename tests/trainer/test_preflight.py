@@ -4,6 +4,7 @@ list fails in both."""
 import ast
 import json
 import shutil
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -196,6 +197,10 @@ FAILURES: dict[tuple[str, str], Failure] = {
     (RL, "disk space"): Failure("trainer.save_freq=1", "Free some space", kind="warning"),
     (RL, "tools"): Failure(
         f"max_turns=2 env.name=search retriever.url={AWAY}/retrieve", AWAY, kind="missing"
+    ),
+    (RL, "verifiers"): Failure(
+        f"agent.verifiers=a agent.python={sys.executable}",
+        "agent.verifiers=a: ",
     ),
     (RL, "reference service"): Failure(
         f"{ACTOR}ref.url={AWAY} {ACTOR}actor.use_kl_loss=true", AWAY, kind="missing"

@@ -491,7 +491,8 @@ def test_a_sequence_parallel_group_counts_as_one_rank():
             "prompt_length": lengths - 1,
             "response_length": lengths * 0 + 1,
             "mini_batch_index": updates,
-        }
+        },
+        {"uid": object_array([str(i) for i in range(8)])},
     )
     run = fake_run()
     run.plan.placement, run.plan.sequence_parallel = {"actor": [0, 1, 2, 3]}, {"actor": 2}

@@ -16,6 +16,7 @@ from tests.models import tiny_model
 from verlite import hub
 from verlite.config import compose
 from verlite.config.critical import critical_settings
+from verlite.config.problems import ConfigError
 from verlite.data.sampler import PromptSampler
 from verlite.trainer import checkpoints, disk, opening
 from verlite.trainer.opening import absolutize_paths, lock_run_dir, try_rl
@@ -113,8 +114,8 @@ def test_a_program_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPa
     """The run has no shell that knows ~."""
     monkeypatch.setenv("HOME", str(folder))
     Path("agent.py").touch()
-    (error,) = tried(f"agent.command='{sys.executable} ~/agent.py'").errors
-    assert "~/agent.py is not a file in" in error
+    with pytest.raises(ConfigError, match=r"~/agent\.py is not there: .* without a shell"):
+        tried(f"agent.command='{sys.executable} ~/agent.py'")
 
 
 def test_a_tokenizer_of_another_model(folder: Path) -> None:

@@ -39,7 +39,7 @@ def load(settings: Json) -> Any:
     except ImportError as error:
         sys.exit(
             f"verifiers cannot be imported by {sys.executable}: {error}. "
-            "Install it there: uv pip install 'verifiers==0.4.*'"
+            f"Install it there: uv pip install --python {sys.executable} 'verifiers==0.4.*'"
         )
     if not verifiers.__version__.startswith(VERSION):
         sys.exit(f"verifiers {verifiers.__version__} is installed; verlite needs {VERSION}*")
