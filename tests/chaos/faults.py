@@ -39,8 +39,8 @@ STEPPING = (
 EXPORTING = ("writing Hugging Face export",)
 LOST = (76,)
 NATIVE = (76, 1)
-"""A raylet ends itself when one of its agents has ended. Ray's native client may then end the
-driver with 1, after its report: docs/failures.md."""
+"""The raylet was killed, or ended itself after one of its agents. Ray's native client may then end
+the driver with 1, also before it could report: docs/failures.md."""
 STOPPED = 75
 INTERRUPTED = 130
 KILLED = -signal.SIGKILL
@@ -326,7 +326,7 @@ FAULTS: dict[str, Fault] = {
     "rollout frozen": Fault(send("rollout", STOP), (*LOST, GOES_ON)),
     "rollout paused": Fault(pause("rollout"), (GOES_ON,), lasts_s=5),
     # Ray's daemons, and the processes around the workers.
-    "raylet SIGKILL": Fault(send("raylet", KILL), LOST, DAEMON),
+    "raylet SIGKILL": Fault(send("raylet", KILL), NATIVE, DAEMON),
     "raylet frozen": Fault(send("raylet", STOP), LOST),
     "raylet paused": Fault(pause("raylet"), (GOES_ON,), lasts_s=3),
     "gcs SIGKILL": Fault(send("gcs", KILL), LOST, DAEMON),
