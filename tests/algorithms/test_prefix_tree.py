@@ -11,7 +11,6 @@ import torch
 from verlite.algorithms.balancing import micro_batches_by_tokens, micro_batches_of_tree
 from verlite.algorithms.packing import Packed, pack
 from verlite.algorithms.prefix_tree import (
-    distinct_tokens,
     prefix_tree,
     sort_by_prefix,
     token_keys,
@@ -53,8 +52,7 @@ def test_hand_example() -> None:
     assert ids[tree.kept].tolist() == [4, 5, 6, 7, 8, 9]
     assert tree.places.tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 5, 1, 2, 3, 1, 2, 3, 4]
     assert tree.lengths == (1, 3, 1, 1)
-    assert tree.pieces == (1, 3, 1, 1) and tree.paths == ((0,), (1,), (1, 2), (1, 3))
-    assert tree.path_lengths == (1, 3, 4, 4)
+    assert tree.paths == (((0, 1),), ((1, 4),), ((1, 4), (4, 5)), ((1, 4), (5, 6)))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,17 +62,17 @@ def test_every_distinct_token_stands_once_behind_its_path(seed: int) -> None:
     tree = prefix_tree(batch)
     assert tree is not None
     assert sorted(set(tree.places.tolist())) == list(range(len(tree.kept)))
-    assert len(tree.kept) == trie_size(sequences) == distinct_tokens(token_keys(batch))
+    assert len(tree.kept) == trie_size(sequences)
+    assert len(tree.kept) == len(batch.input_ids) - sum(sort_by_prefix(token_keys(batch))[1])
     assert torch.equal(batch.input_ids[tree.kept][tree.places], batch.input_ids)
     assert torch.equal(batch.position_ids[tree.kept][tree.places], batch.position_ids)
-    assert sum(tree.lengths) == sum(tree.pieces) == len(tree.kept)
+    assert sum(tree.lengths) == len(tree.kept)
     # Each block of new tokens ends a path that is one of the sequences' places.
-    pieces = np.split(np.arange(len(tree.kept)), np.cumsum(tree.pieces)[:-1])
     blocks = np.split(np.arange(len(tree.kept)), np.cumsum(tree.lengths)[:-1])
     starts = batch.cu_seqlens.tolist()
     places = {tuple(tree.places[a:b].tolist()) for a, b in itertools.pairwise(starts)}
     for block, path in zip(blocks, tree.paths, strict=True):
-        whole = np.concatenate([pieces[piece] for piece in path]).tolist()
+        whole = np.concatenate([np.arange(*span) for span in path]).tolist()
         assert whole[-len(block) :] == block.tolist() and tuple(whole) in places
 
 
@@ -83,13 +81,6 @@ def test_other_positions_are_other_tokens() -> None:
     same = prefix_tree(packed([[5, 6, 7], [5, 6, 8]]))
     assert same is not None and len(same.kept) == 4
     assert prefix_tree(packed([[5, 6, 7], [5, 6, 8]], [0, 1])) is None
-
-
-def test_a_small_saving_is_no_tree() -> None:
-    rows = [[1, *range(10 * i, 10 * i + 9)] for i in range(1, 4)]
-    assert prefix_tree(packed(rows), least_saving=2 / 30 + 1e-9) is None
-    assert prefix_tree(packed(rows), least_saving=2 / 30) is not None
-    assert prefix_tree(packed([[1, 2], [3, 4]]), least_saving=0.0) is None
 
 
 def part_sizes(parts: list[list[int]], rows: list[list[int]]) -> list[int]:

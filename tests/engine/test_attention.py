@@ -80,8 +80,8 @@ def test_a_tree_attends_along_its_paths(window: int | None) -> None:
     )
     flat = naive(*(x[:, :, places] for x in (query, key, value)), 0.3, window, lengths)
     kept = [places.index(place) for place in range(12)]
-    paths = Paths((4, 1, 2, 1, 2, 2), ((0, 1, 2), (0, 1, 3), (0, 4), (5,)), lengths,
-                  torch.tensor([0, *lengths]).cumsum(0).int())  # fmt: skip
+    spans = ((0, 7), (0, 5), (7, 8), (0, 4), (8, 10), (10, 12))
+    paths = Paths(spans, lengths, torch.tensor([0, *lengths]).cumsum(0).int())
     own = (7, 1, 2, 2)
     sequences = Sequences(own, torch.tensor([0, *own]).cumsum(0).int(), paths=paths)
     assert sequences.longest == 7
@@ -95,6 +95,15 @@ def test_a_tree_attends_along_its_paths(window: int | None) -> None:
         strict=True,
     ):
         torch.testing.assert_close(actual, correct)
+
+
+def test_gradients_of_shared_tokens_are_summed_in_float32() -> None:
+    """A token on 1,024 paths: bfloat16 has 8 bits, so a sum in it stays at 256."""
+    x = torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
+    paths = Paths(((0, 2),) * 1024, (2,) * 1024, torch.arange(0, 2049, 2, dtype=torch.int32))
+    paths.gather(x).sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert x.grad.flatten().tolist() == [1024.0, 1024.0]
 
 
 def test_unsupported_attention_raises() -> None:
@@ -148,7 +157,7 @@ def test_varlen_kernel_gets_the_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = [torch.randn(1, heads, 6, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     boundaries = [torch.tensor(b, dtype=torch.int32) for b in ([0, 3, 5, 6], [0, 3, 8, 9])]
-    paths = Paths((3, 2, 1), ((0,), (0, 1), (2,)), (3, 5, 1), boundaries[1])
+    paths = Paths(((0, 3), (0, 5), (5, 6)), (3, 5, 1), boundaries[1])
     options: dict[str, Any] = {
         "scaling": 0.3,
         "sequences": Sequences((3, 2, 1), boundaries[0], paths=paths),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tensordict import TensorDict
 from transformers import AutoConfig
 
 from tests.engine import matrix, programs
@@ -117,11 +117,51 @@ def test_micro_batches_count_distinct_tokens() -> None:
     more trained than new tokens count those: 44 in all."""
     rows = ragged_batch().batch
 
-    def parts(share: bool) -> list[Tensor]:
-        return MicroBatching(max_tokens=44).split(rows, share)
+    def parts(limit: int, share: bool) -> list[list[int]]:
+        return sorted(p.rows.tolist() for p in MicroBatching(max_tokens=limit).split(rows, share))
 
-    assert len(parts(False)) == 2 and len(parts(True)) == 1
-    assert sorted(torch.cat(parts(True)).tolist()) == [0, 1, 2, 3, 5, 6, 7]
+    assert len(parts(44, False)) == 2
+    assert parts(44, True) == [[0, 1, 2, 3, 5, 6, 7]]
     # Neither of the two trees, of 20 and 24 tokens, is divided.
-    divided = MicroBatching(max_tokens=24).split(rows, True)
-    assert sorted(map(torch.Tensor.tolist, divided)) == [[0, 2, 5, 6], [1, 3, 7]]
+    assert parts(24, True) == [[0, 2, 5, 6], [1, 3, 7]]
+
+
+def rows_of(sequences: list[list[int]], prompt: int) -> TensorDict:
+    """Return sequences, whose first `prompt` tokens are not trained, as rows."""
+    width = max(map(len, sequences))
+    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences])
+    tensors = {
+        "input_ids": torch.tensor([s + [0] * (width - len(s)) for s in sequences]),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "response_mask": mask[:, prompt:],
+    }
+    return TensorDict(tensors, [len(sequences)])
+
+
+def computed(rows: TensorDict, micro: MicroBatching) -> list[int]:
+    """Return the tokens of each pass."""
+    parts = micro.split(rows, True)
+    return [model_inputs(rows[p.rows], True, p.share_prefixes).tokens for p in parts]
+
+
+def test_no_pass_computes_more_than_the_limit() -> None:
+    """Whether sharing pays is decided for all rows. Rows 0 and 1 have 96 distinct tokens of 100,
+    which alone would not pay; without the others it does not."""
+    few = [[1] * 4 + list(range(10 + 50 * i, 56 + 50 * i)) for i in range(2)]
+    many = [[2] * 40 + list(range(200 + 10 * i, 210 + 10 * i)) for i in range(4)]
+    limit = MicroBatching(max_tokens=96)
+    assert sorted(computed(rows_of(few + many, 40), limit)) == [80, 96]
+    assert sorted(computed(rows_of(few, 40), limit)) == [50, 50]
+
+
+def test_pairs_count_their_prompt_once() -> None:
+    """Pairs of 20 tokens, of which 11 are distinct and 4 are trained, two in 22. If 18 are
+    trained, those count."""
+    pairs = [[pair] * 8 + [10 + pair, answer] for pair in range(1, 5) for answer in (1, 2)]
+    rows = rows_of(pairs, 8)
+    assert computed(rows, MicroBatching(max_tokens=22, together=2)) == [22, 22]
+    assert computed(rows, MicroBatching(max_tokens=21, together=2)) == [11] * 4
+    assert computed(rows_of(pairs, 1), MicroBatching(max_tokens=35, together=2)) == [11] * 4
+    parts = MicroBatching(size=3, together=2).split(rows, True)
+    assert [p.rows.tolist() for p in parts] == [[0, 1, 2, 3, 4, 5], [6, 7]]

@@ -39,7 +39,7 @@ def _every_response_token(original, rows, *rest):
 
 def _counts_of_micro_batch(original, self, rows, part, temperature, loss_fn, with_entropy, counts):
     if part is not None:
-        mask = rows["response_mask"][part]
+        mask = rows["response_mask"][part.rows]
         counts = type(counts)(int(mask.sum()), int(mask.any(-1).sum()))
     return original(self, rows, part, temperature, loss_fn, with_entropy, counts)
 
@@ -63,13 +63,15 @@ def _prefix_twice(original, *args, **kwargs):
 
 
 def _prefix_trained_by_one(original, self, x):
-    seen = set()
-    parts = list(x.split(self.pieces, 2))
+    import torch
+
+    seen = torch.zeros(x.shape[2], 1, dtype=torch.bool)
     found = []
-    for i in (i for path in self.indices for i in path):
-        found.append(parts[i].detach() if i in seen else parts[i])
-        seen.add(i)
-    return __import__("torch").cat(found, 2)
+    for begin, end in self.spans:
+        part = x[:, :, begin:end]
+        found.append(torch.where(seen[begin:end], part.detach(), part))
+        seen[begin:end] = True
+    return torch.cat(found, 2)
 
 
 def _positions_restarted(original, batch, tree, targets, shape):

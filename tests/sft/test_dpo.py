@@ -88,7 +88,7 @@ def test_pairs_stay_in_one_pass(micro):
     lengths = torch.tensor([4, 1, 2, 6, 5, 5, 1, 2, 6, 6])
     attention = (torch.arange(8) < lengths[:, None]).long()
     rows = TensorDict({"response_mask": mask, "attention_mask": attention}, [10])
-    parts = MicroBatching(**micro, together=2).split(rows)
+    parts = [part.rows for part in MicroBatching(**micro, together=2).split(rows)]
     assert len(parts) > 1 and sorted(torch.cat(parts).tolist()) == list(range(10))
     for part in parts:
         chosen, rejected = part[0::2], part[1::2]

@@ -3,10 +3,9 @@
 Causal attention makes the hidden state of a token a function of the tokens before it, so sequences
 with an equal prefix have equal hidden states there. Sorted, each sequence shares its longest prefix
 with one of its neighbors. So a sequence adds to the packed row only what the one before it lacks,
-and the tokens that it attends to are a path of a few pieces of the row.
+and the tokens that it attends to are a path of a few spans of the row.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,10 +14,6 @@ import torch
 from torch import Tensor
 
 from verlite.algorithms.packing import Packed
-
-LEAST_SAVING = 0.05
-"""Share of the tokens that a tree must save. Its tokens cost a little more each: keys and values
-are copied along the paths, and masks take the place of causal kernels."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +24,14 @@ class PrefixTree:
     places: [T], the place of each packed token.
     lengths: the new tokens of each sequence that has any, in the order of their places; their sum
         is D.
-    pieces: tokens of the pieces of which the paths consist; their sum is D.
-    paths: for each of `lengths`, the pieces from the sequence's first token to its last.
+    paths: for each of `lengths`, the spans (begin, end) of places from the sequence's first token
+        to its last.
     """
 
     kept: Tensor
     places: Tensor
     lengths: tuple[int, ...]
-    pieces: tuple[int, ...]
-    paths: tuple[tuple[int, ...], ...]
-
-    @property
-    def path_lengths(self) -> tuple[int, ...]:
-        """Return the tokens of each path."""
-        return tuple(sum(self.pieces[piece] for piece in path) for path in self.paths)
+    paths: tuple[tuple[tuple[int, int], ...], ...]
 
 
 def token_keys(packed: Packed) -> list[np.ndarray]:
@@ -67,25 +56,17 @@ def sort_by_prefix(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
     return order, shared
 
 
-def distinct_tokens(sequences: list[np.ndarray]) -> int:
-    """Return the number of tokens in the sequences' tree."""
-    return sum(map(len, sequences)) - sum(sort_by_prefix(sequences)[1])
-
-
-def prefix_tree(packed: Packed, least_saving: float = LEAST_SAVING) -> PrefixTree | None:
-    """Return the tree of the packed sequences; None if it saves less than `least_saving` of the
-    tokens."""
+def prefix_tree(packed: Packed) -> PrefixTree | None:
+    """Return the tree of the packed sequences; None if they share no token."""
     sequences = token_keys(packed)
     order, shared = sort_by_prefix(sequences)
-    total = len(packed.input_ids)
-    if not sum(shared) or sum(shared) < least_saving * total:
+    if not any(shared):
         return None
     starts = packed.cu_seqlens.tolist()
-    places = np.empty(total, dtype=np.int64)
+    places = np.empty(len(packed.input_ids), dtype=np.int64)
     kept = []
     spans: list[tuple[int, int]] = []  # of places, along the path of the sequence before
-    all_spans = []
-    cuts = set()
+    paths = []
     size = 0
     for i, known in zip(order, shared, strict=True):
         if not len(sequences[i]):
@@ -95,21 +76,13 @@ def prefix_tree(packed: Packed, least_saving: float = LEAST_SAVING) -> PrefixTre
         places[starts[i] : starts[i + 1]] = np.concatenate([np.arange(*span) for span in spans])
         if new:
             kept.append(np.arange(starts[i] + known, starts[i + 1]))
-            all_spans.append(spans)
-            cuts |= {place for span in spans for place in span}
+            paths.append(tuple(spans))
             size += new
-    ends = sorted(cuts)
     return PrefixTree(
         kept=torch.from_numpy(np.concatenate(kept)),
         places=torch.from_numpy(places),
         lengths=tuple(map(len, kept)),
-        pieces=tuple(b - a for a, b in pairwise(ends)),
-        paths=tuple(
-            tuple(
-                piece for a, b in own for piece in range(bisect_left(ends, a), bisect_left(ends, b))
-            )
-            for own in all_spans
-        ),
+        paths=tuple(paths),
     )
 
 

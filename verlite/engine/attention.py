@@ -31,28 +31,43 @@ _REMEDY = "Set model.use_remove_padding=False"
 
 @dataclass(frozen=True)
 class Paths:
-    """Which tokens of a packed row each of its n sequences attends to: pieces of the row, from the
-    sequence's first token to its last.
+    """Which tokens of a packed row each of its n sequences attends to.
 
-    pieces: tokens of each piece, in order; their sum is T.
-    indices: the pieces of each sequence.
+    spans: (begin, end) of the row's tokens, path by path, each from the sequence's first token to
+        its last.
     lengths: tokens of each path, at least those of the sequence in the row.
     cu_seqlens: [n + 1] int32 on the model's device: the sums of `lengths`.
     """
 
-    pieces: tuple[int, ...]
-    indices: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the tokens of all paths, one after another, of [1, KV, T, D].
+        """Return the tokens of all paths, one after another, of [1, KV, T, D]."""
+        found: Tensor = _Gather.apply(x, self.spans)
+        return found
 
-        Pieces are concatenated instead of indexed, because the backward pass then adds the
-        gradients of a piece in a fixed order.
-        """
-        parts = x.split(self.pieces, 2)
-        return torch.cat([parts[i] for path in self.indices for i in path], 2)
+
+class _Gather(torch.autograd.Function):
+    """Concatenation of spans. The gradient of a token in several spans is summed in float32 and in
+    a fixed order; autograd would round after each of them, and indexing add them in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+        ctx.spans, ctx.tokens = spans, x.shape[2]
+        return torch.cat([x[:, :, begin:end] for begin, end in spans], 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        batch, heads, _, size = gradient.shape
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.new_zeros(batch, heads, ctx.tokens, size, dtype=dtype)
+        parts = gradient.split([end - begin for begin, end in ctx.spans], 2)
+        for (begin, end), part in zip(ctx.spans, parts, strict=True):
+            total[:, :, begin:end] += part
+        return total.to(gradient.dtype), None
 
 
 @dataclass(frozen=True)
@@ -86,9 +101,9 @@ class Sequences:
 
         paths = self.paths
         if paths is not None:
+            size = sum(self.lengths)
             paths = Paths(
-                (*paths.pieces, padding),
-                (*paths.indices, (len(paths.pieces),)),
+                (*paths.spans, (size, size + padding)),
                 (*paths.lengths, padding),
                 longer(paths.cu_seqlens),
             )

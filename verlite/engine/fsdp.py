@@ -27,7 +27,13 @@ from verlite import progress
 from verlite.engine import NonFiniteError, checkpoint, export, loading, lora, sharding, ulysses
 from verlite.engine.export import Part
 from verlite.engine.folder import experts_of, load_config
-from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
+from verlite.engine.micro import (
+    MicroBatch,
+    MicroBatching,
+    ModelInputs,
+    dummy_inputs,
+    model_inputs,
+)
 from verlite.engine.model import HeadedModel
 from verlite.engine.offload import HostMemory, has_own_memory
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
@@ -199,7 +205,7 @@ class TrainEngine:
                 continue
             for name, values in outputs.items():
                 zeros = torch.zeros(rows["response_mask"].shape)
-                out.setdefault(name, zeros)[part] = inputs.scatter(values).cpu()
+                out.setdefault(name, zeros)[part.rows] = inputs.scatter(values).cpu()
         self._reshard()
         names = ["log_probs"]
         if with_entropy:
@@ -331,7 +337,9 @@ class TrainEngine:
         self._handle_nonfinite(is_finite, batch, dump_dir)
         return metrics | {"grad_norm": norm, "lr": lr, "nonfinite": float(not is_finite)}
 
-    def _passes(self, parts: list[Tensor], passes: int) -> Iterator[tuple[int, Tensor | None]]:
+    def _passes(
+        self, parts: list[MicroBatch], passes: int
+    ) -> Iterator[tuple[int, MicroBatch | None]]:
         """Yield the number and the rows of each pass; None where only other ranks have rows left.
 
         Unsharded gradients until the last pass save communication and cost memory, like unsharded
@@ -375,7 +383,7 @@ class TrainEngine:
     def _backward(
         self,
         rows: TensorDict,
-        part: Tensor | None,
+        part: MicroBatch | None,
         temperature: float,
         loss_fn: LossFn,
         with_entropy: bool,
@@ -415,7 +423,7 @@ class TrainEngine:
         return float(clip_gradients(self.parameters, self.grad_clip))
 
     def _inputs(
-        self, rows: TensorDict, part: Tensor | None
+        self, rows: TensorDict, part: MicroBatch | None
     ) -> tuple[ModelInputs, TensorDict | None]:
         """Return the model's inputs and the rows of a micro-batch; a dummy pass and None if there
         is no micro-batch."""
@@ -423,8 +431,8 @@ class TrainEngine:
         if part is None:
             inputs = dummy_inputs(is_packed)
             return inputs.rank_slice(self.sequence_group).to(self.device), None
-        micro_rows = rows[part]
-        inputs = model_inputs(micro_rows, is_packed, self._shares_prefixes)
+        micro_rows = rows[part.rows]
+        inputs = model_inputs(micro_rows, is_packed, part.share_prefixes)
         inputs = inputs.rank_slice(self.sequence_group)
         return inputs.to(self.device), micro_rows.to(self.device)
 

@@ -6,7 +6,8 @@ token reach the output head.
 """
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,20 @@ from torch.nn.functional import pad
 
 from verlite.algorithms.balancing import micro_batches_of_tree
 from verlite.algorithms.packing import Packed, ResponseTargets, pack, response_targets
-from verlite.algorithms.prefix_tree import (
-    LEAST_SAVING,
-    PrefixTree,
-    prefix_tree,
-    sort_by_prefix,
-    token_keys,
-)
+from verlite.algorithms.prefix_tree import PrefixTree, prefix_tree, sort_by_prefix, token_keys
 from verlite.engine.attention import Paths, Sequences
+
+LEAST_SAVING = 0.05
+"""Share of a batch's tokens that sharing prefixes must save. A shared token costs a little more:
+keys and values are copied along the paths, and masks take the place of causal kernels."""
+
+
+class MicroBatch(NamedTuple):
+    """The rows of one forward pass, by their numbers, and whether it computes prefixes that they
+    share once."""
+
+    rows: Tensor
+    share_prefixes: bool
 
 
 @dataclass(frozen=True)
@@ -46,29 +53,49 @@ class MicroBatching:
         if (self.size or self.max_tokens or 0) < 1:
             raise ValueError(f"the limit of micro-batches must be at least 1, {limits}")
 
-    def split(self, rows: TensorDict, share_prefixes: bool = False) -> list[Tensor]:
-        """Return the row numbers of each micro-batch, over all groups with a trainable token.
+    def split(self, rows: TensorDict, share_prefixes: bool = False) -> list[MicroBatch]:
+        """Return the micro-batches of all groups with a trainable token.
 
-        share_prefixes: rows with a common prefix stay together, and its tokens count once.
+        share_prefixes: if it saves enough of all rows' tokens, those with a common prefix stay
+            together, and its tokens count once.
         """
         has_token = rows["response_mask"].any(-1).view(-1, self.together).any(-1)
         trainable = has_token.nonzero().squeeze(1)
         if not len(trainable):
             return []
-        lengths = rows["attention_mask"].sum(-1).view(-1, self.together).sum(-1)[trainable]
+        lengths = self._per_group(rows["attention_mask"])[trainable]
         shared = torch.zeros_like(lengths)
-        if share_prefixes and self.together == 1:
-            order, in_order = sort_by_prefix(token_keys(_packed(rows[trainable])))
-            if sum(in_order) >= LEAST_SAVING * int(lengths.sum()):
+        if share_prefixes:
+            order, saved = self._saved(rows, trainable)
+            share_prefixes = int(saved.sum()) >= LEAST_SAVING * int(lengths.sum())
+            if share_prefixes:
                 trainable, lengths = trainable[order], lengths[order]
                 # Each trained token needs the head, even if another row has the same.
-                trained = rows["response_mask"].sum(-1)[trainable]
-                shared = torch.minimum(torch.tensor(in_order), lengths - trained)
+                trained = self._per_group(rows["response_mask"])[trainable]
+                shared = torch.minimum(saved, lengths - trained)
+                if self.together > 1:  # shared within the group
+                    lengths, shared = lengths - shared, torch.zeros_like(shared)
         if self.size is not None:
-            return [self._rows(part.sort().values) for part in trainable.split(self.size)]
-        assert self.max_tokens is not None
-        parts = micro_batches_of_tree(lengths.tolist(), shared.tolist(), self.max_tokens)
-        return [self._rows(trainable[part].sort().values) for part in parts if part]
+            parts = list(trainable.split(self.size))
+        else:
+            assert self.max_tokens is not None
+            numbers = micro_batches_of_tree(lengths.tolist(), shared.tolist(), self.max_tokens)
+            parts = [trainable[part] for part in numbers if part]
+        return [MicroBatch(self._rows(part.sort().values), share_prefixes) for part in parts]
+
+    def _per_group(self, mask: Tensor) -> Tensor:
+        """Return the number of each group's tokens in a mask."""
+        return mask.sum(-1).view(-1, self.together).sum(-1)
+
+    def _saved(self, rows: TensorDict, groups: Tensor) -> tuple[list[int], Tensor]:
+        """Return the order of the groups in the tree, and how many tokens each has in common with
+        the one before it. A group of several rows stays in its place and has them within itself."""
+        keys = token_keys(_packed(rows))
+        if self.together == 1:
+            order, shared = sort_by_prefix([keys[row] for row in groups.tolist()])
+            return order, torch.tensor(shared)
+        own = [[keys[row] for row in self._rows(group[None]).tolist()] for group in groups]
+        return list(range(len(own))), torch.tensor([sum(sort_by_prefix(k)[1]) for k in own])
 
     def _rows(self, groups: Tensor) -> Tensor:
         """Return the rows of these groups."""
@@ -180,8 +207,8 @@ def model_inputs(rows: TensorDict, packed: bool, share_prefixes: bool = False) -
 
     Best called on the CPU, because tensor sizes depend on values.
 
-    share_prefixes: compute prefixes that rows have in common once, if that saves enough. Only the
-        inputs' layout differs: targets are those of all rows. Needs `packed`.
+    share_prefixes: compute prefixes that rows have in common once. Only the inputs' layout
+        differs: targets are those of all rows. Needs `packed`.
 
     Raises:
         ValueError: a trainable token has no real token before it that could predict it.
@@ -237,8 +264,9 @@ def _tree_inputs(
     batch: Packed, tree: PrefixTree, targets: ResponseTargets, shape: tuple[int, int]
 ) -> ModelInputs:
     """Build the inputs of a pass over distinct tokens."""
-    lengths = tree.path_lengths
-    paths = Paths(tree.pieces, tree.paths, lengths, _boundaries(lengths))
+    spans = tuple(chain(*tree.paths))
+    lengths = tuple(sum(end - begin for begin, end in path) for path in tree.paths)
+    paths = Paths(spans, lengths, _boundaries(lengths))
     return ModelInputs(
         batch.input_ids[tree.kept][None],
         batch.position_ids[tree.kept][None],

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from verlite.algorithms import logprobs
 from verlite.engine import attention, loading, lora, sharding
 from verlite.engine.fsdp import TrainEngine
-from verlite.engine.micro import ModelInputs
+from verlite.engine.micro import MicroBatch, ModelInputs
 from verlite.engine.model import HeadedModel, load_skeleton
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
@@ -285,7 +285,7 @@ class DryEngine(TrainEngine):
         return {}
 
     def _inputs(
-        self, rows: TensorDict, part: Tensor | None
+        self, rows: TensorDict, part: MicroBatch | None
     ) -> tuple[ModelInputs, TensorDict | None]:
         self._in_backward = False
         with unset_fake_temporarily():

@@ -22,7 +22,7 @@ import verlite
 from verlite.engine.checkpoint import local_part
 from verlite.engine.folder import load_config
 from verlite.engine.fsdp import Counts
-from verlite.engine.micro import MicroBatching
+from verlite.engine.micro import MicroBatch, MicroBatching
 from verlite.engine.model import load_skeleton
 from verlite.files import replace_file
 from verlite.protocol.data import DataProto
@@ -144,9 +144,10 @@ class _Given(MicroBatching):
         super().__init__(size=1)
         object.__setattr__(self, "parts", parts)
 
-    def split(self, rows: TensorDict, share_prefixes: bool = False) -> list[Tensor]:
+    def split(self, rows: TensorDict, share_prefixes: bool = False) -> list[MicroBatch]:
+        parts: list[list[int]] = self.parts  # type: ignore[attr-defined]
         with unset_fake_temporarily():
-            return [torch.tensor(part) for part in self.parts]  # type: ignore[attr-defined]
+            return [MicroBatch(torch.tensor(part), share_prefixes) for part in parts]
 
 
 def _run(spec: DryEngineSpec, passes: Passes) -> _Run:
