@@ -1,5 +1,6 @@
 """Families of models: the engine computes what transformers' own model does for one sequence."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def test_self_check_sees_a_lost_cap_of_attention_logits(
     """transformers' sdpa ignores the cap, and the logits of small weights are far below it."""
     path = tiny_model(tmp_path, "gemma2", final_logit_softcapping=None)
     padded = ModelSpec(path=path, use_remove_padding=False)
-    assert family.check(padded, "lm") is None
+    assert family.check(padded, "lm") == (padded, None)
     original = family.training_config
 
     def with_sdpa(config: Any, model: Any) -> Any:
@@ -210,6 +211,22 @@ def test_self_check_sees_a_lost_cap_of_attention_logits(
     monkeypatch.setattr(family, "training_config", with_sdpa)
     with pytest.raises(ModelError, match="differ"):
         family.check(padded, "lm")
+
+
+def test_a_model_that_is_exact_only_without_shared_prefixes_is_trained_without(
+    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro = MicroBatching(size=8)
+    expected = engine(tiny_qwen2).forward(ragged_batch(), micro)["log_probs"]
+    gather = attention.Paths.gather
+    family._PROVEN.clear()
+    monkeypatch.setattr(attention.Paths, "gather", lambda self, x: -gather(self, x))
+    shared = ModelSpec(path=tiny_qwen2)
+    trained, warning = family.check(shared, "lm")
+    assert trained == dataclasses.replace(shared, share_prefixes=False)
+    assert warning is not None and "model.share_prefixes=False: with shared prefixes" in warning
+    found = engine(tiny_qwen2).forward(ragged_batch(), micro)["log_probs"]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["dots1", "glm4_moe"])
@@ -242,5 +259,5 @@ def test_self_check_without_a_small_copy_says_so(
     tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(family, "small_config", lambda config, **options: None)
-    found = family.check(ModelSpec(path=tiny_qwen2), "lm")
+    _, found = family.check(ModelSpec(path=tiny_qwen2), "lm")
     assert found is not None and "no small copy of a qwen2 model can be built" in found

@@ -127,9 +127,14 @@ def test_rows_of_a_prompt_stay_on_a_rank_as_long_as_no_rank_waits(n_ranks, promp
 def test_the_cost_of_a_row_is_that_of_its_sequences():
     batch = generated_batch([[1]], ["a"], [([1], [1], [0.0], "done")])
     lengths = torch.tensor([9000])
-    assert costs_of(batch, lengths) == workload([9000])
+    assert costs_of(batch, lengths, once=True) == workload([9000])
     batch = batch.with_non_tensor(branches=object_array([[(1000, 2000), (2500, 3500)]]))
-    assert costs_of(batch, lengths) == workload([3000]) + workload([6000])
+    flat = workload([3000]) + workload([6000])
+    assert costs_of(batch, lengths, once=False) == flat
+    # The second sequence continues the first after 2,500 tokens; 2,250 would be a quarter.
+    session = {"tokens": 9000, "repeated_tokens": 2250}
+    batch = batch.with_non_tensor(session=object_array([session]))
+    assert costs_of(batch, lengths, once=True) == 0.75 * flat
 
 
 def test_balance_metrics_equal_hand_computed_values():

@@ -30,11 +30,13 @@ _PROVEN: set[str] = set()
 """What `_problem` found nothing wrong with in this process."""
 
 
-def check(model: ModelSpec, kind: str) -> str | None:
+def check(model: ModelSpec, kind: str) -> tuple[ModelSpec, str | None]:
     """Prove on a small copy that the engine computes what transformers' model does.
 
     Returns:
-        A warning if there is no small copy: then only `HeadedModel.self_check` checks the model.
+        The model as it is trained: without share_prefixes if only flat rows are equal. And a
+        warning of that; or if there is no small copy: then only `HeadedModel.self_check` checks the
+        model.
 
     Raises:
         ModelError: it does not, or the engine cannot run such a model. The message says what to
@@ -43,19 +45,23 @@ def check(model: ModelSpec, kind: str) -> str | None:
     config = load_config(model)
     small = small_config(config, trust_remote_code=model.trust_remote_code)
     if small is None:
-        return (
+        return model, (
             f"model.path={model.path}: no small copy of a {config.model_type} model can be built, "
             "so its architecture is checked with short sequences only. Compare log-probs with "
             "those of transformers on your longest sequences"
         )
     problem = _problem(model, kind, small)
     if problem is None:
-        return None
-    found = f"model.path={model.path} ({config.model_type}) cannot be trained: {problem}"
+        return model, None
+    named = f"model.path={model.path} ({config.model_type})"
+    found = f"{named} cannot be trained: {problem}"
     if model.use_remove_padding:
         flat = dataclasses.replace(model, share_prefixes=False)
         if model.share_prefixes and _problem(flat, kind, small) is None:
-            raise ModelError(f"{found}. Set model.share_prefixes=False")
+            return flat, (
+                f"{named} computes each sample alone, as with model.share_prefixes=False: with "
+                f"shared prefixes {problem}"
+            )
         padded = dataclasses.replace(model, use_remove_padding=False)
         other = _problem(padded, kind, small)
         if other is None:

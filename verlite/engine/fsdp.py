@@ -154,6 +154,7 @@ class TrainEngine:
         return headed
 
     def _read(self, head: str, dtype: torch.dtype) -> tuple[PreTrainedModel, loading.Weights]:
+        self.model_config = loading.proven(self.model_config, head)
         return loading.read_on_rank_zero(self.model_config, head, dtype)
 
     def _fill(self, model: PreTrainedModel, weights: loading.Weights) -> None:

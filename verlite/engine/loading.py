@@ -57,6 +57,17 @@ class Weights:
     dtypes: dict[str, torch.dtype]
 
 
+def proven(model: ModelSpec, kind: str) -> ModelSpec:
+    """Return the model as all ranks train it; see `family.check`, whose warnings
+    common_checks.py and scoring.py report. All ranks must call it.
+
+    Raises:
+        ModelError: on all ranks, if the engine cannot train it.
+    """
+    checked: ModelSpec = _on_rank_zero(lambda: family.check(model, kind)[0])
+    return checked
+
+
 def read_on_rank_zero(
     model: ModelSpec, kind: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Weights]:
@@ -75,7 +86,6 @@ def read_on_rank_zero(
     tensors: dict[str, Tensor] = {}
 
     def read() -> Any:
-        family.check(model, kind)  # common_checks.py and scoring.py report what is unproven
         loaded = load_model(model, kind, checkpoint_dtype(model.path) or dtype)
         tensors.update(loaded.named_parameters(remove_duplicate=False))
         tensors.update(persistent_buffers(loaded))

@@ -440,7 +440,8 @@ class HeadedModel(nn.Module):
         if not gap < tolerance:
             remedy = "This architecture is not supported"
             if is_packed:
-                remedy = "Try model.use_remove_padding=False"
+                key = "share_prefixes" if shares_prefixes else "use_remove_padding"
+                remedy = f"Try model.{key}=False"
             raise ModelError(
                 f"{config.model_type}: log-probs differ from those of the model's own forward pass "
                 f"by {gap:.2g}. {remedy}"

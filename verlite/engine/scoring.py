@@ -210,7 +210,7 @@ def _serve(rank: int, settings: ScoringSettings, end: Connection) -> None:
     fsdp = FSDPSpec(dtype=settings.dtype, model_dtype=settings.model_dtype)
     device = f"cuda:{rank}" if settings.device == "cuda" else "cpu"
     engine = TrainEngine(model, fsdp, head="lm", device=device)
-    unproven = family.check(model, "lm") if rank == 0 else None
+    _, unproven = family.check(model, "lm") if rank == 0 else (model, None)
     if unproven:
         log.warning(unproven)
     end.send(_facts(engine, settings) | {"vocabulary": _vocabulary(model)})

@@ -136,7 +136,8 @@ def _cost(rows: np.ndarray, costs: np.ndarray, shared: Shared | None) -> int:
     if shared is None or not len(rows):
         return int(costs[rows].sum())
     _, first = np.unique(shared.group[rows], return_index=True)
-    return int((costs - shared.cost)[rows].sum() + shared.cost[rows][first].sum())
+    own = np.maximum(costs - shared.cost, 0)
+    return int(own[rows].sum() + shared.cost[rows][first].sum())
 
 
 def _parts(
@@ -163,15 +164,20 @@ def _parts(
         units = [half for unit in units for half in np.array_split(unit, 2) if len(half)]
 
 
-def costs_of(batch: DataProto, lengths: torch.Tensor) -> np.ndarray:
+def costs_of(batch: DataProto, lengths: torch.Tensor, once: bool) -> np.ndarray:
     """Return the relative compute of each row: of all its sequences.
 
     lengths: [B] tokens of each row.
+    once: tokens that an earlier sequence of the row has are not computed again.
     """
     if BRANCHES not in batch.non_tensor_batch:
         return workload(lengths.tolist())
     rows = batch.non_tensor_batch[BRANCHES]
-    return np.array([workload([sum(branch) for branch in row]).sum() for row in rows])
+    costs = np.array([workload([sum(branch) for branch in row]).sum() for row in rows])
+    if once:
+        sessions = batch.non_tensor_batch["session"]
+        costs = costs * [1 - s["repeated_tokens"] / max(1, s["tokens"]) for s in sessions]
+    return costs
 
 
 def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
@@ -187,8 +193,8 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     group_size = run.plan.sequence_parallel[role]
     n_groups = len(run.plan.placement[role]) // group_size
     balance = run.config.trainer.balance_batch
-    costs = costs_of(batch, lengths)
     shared = _shared(run, batch, role)
+    costs = costs_of(batch, lengths, once=shared is not None)
     groups = balance_rows(mini_batch_index, costs, n_groups, balance, shared)
     part = batch.meta_info.get("part")
     if role == "actor" and part is None:

@@ -93,11 +93,12 @@ def trainable_model(found: Preflight) -> None:
 
 
 def compare_small_copy(found: Preflight, model: ModelSpec, section: str, kind: str) -> None:
-    """Refuse a model that the engine cannot train. Warn if there is no small copy of it."""
+    """Refuse a model that the engine cannot train. Warn if there is no small copy of it, or if it
+    cannot share prefixes."""
     from verlite.engine import family
 
     with reading(model, section):
-        unproven = family.check(model, kind)
+        _, unproven = family.check(model, kind)
     if unproven:
         found.findings.warnings.append(f"{section}{unproven}")
 
