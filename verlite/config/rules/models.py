@@ -23,6 +23,9 @@ LFS_POINTER, LFS_BYTES = b"version https://git-lfs", 1024
 """Start of the text file that a repository has in place of a large one, and the most it has."""
 TEXT_CLASSES = ("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe")
 """Models of images and text whose text part transformers loads as a language model."""
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads for which vLLM 0.32 has kernels on CPUs. With another one it starts, and
+fails in its first pass."""
 GIVE_MODEL = (
     "Give a folder with a Hugging Face model, or a name on the hub such as Qwen/Qwen2.5-0.5B."
 )
@@ -188,7 +191,7 @@ def _why_not_a_model(folder: Path) -> tuple[str, str]:
 
 
 def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Problem]:
-    """The model has enough positions, and its heads divide among the engine's devices."""
+    """The model has enough positions, and the engine can compute its heads on its devices."""
     data = context.config.data
     rollout = context.config.actor_rollout_ref.rollout
     positions = described.get("max_position_embeddings")
@@ -205,8 +208,18 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
         )
     heads = described.get("num_attention_heads")
     size = rollout.tensor_model_parallel_size
-    if not isinstance(heads, int) or plan.resolve_rollout(rollout.name) != "vllm":
+    if not isinstance(heads, int) or context.engine != "vllm":
         return
+    head_size = described.get("head_dim") or described.get("hidden_size", 0) // max(heads, 1)
+    on_cpu = plan.resolve_device(context.trainer.device) == "cpu"
+    if on_cpu and head_size and head_size not in VLLM_CPU_HEADS and "kv_lora_rank" not in described:
+        yield Problem(
+            "actor_rollout_ref.rollout.name",
+            rollout.name,
+            f"vLLM's attention on CPUs has head sizes {', '.join(map(str, VLLM_CPU_HEADS))}; the "
+            f"model has {head_size}",
+            "Use actor_rollout_ref.rollout.name=hf.",
+        )
     if size > 0 and heads % size:
         rule = f"must divide the model's {heads} attention heads"
         remedy = nearest_legal(heads, size)
