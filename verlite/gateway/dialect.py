@@ -267,6 +267,25 @@ def _canonical(value: Any) -> str:
 # Answers
 
 
+class GrowingText:
+    """The text of an answer while it grows. Only the newest tokens are decoded each time."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._text = ""  # of the first `_end` tokens: whole characters
+        self._begin = self._end = 0
+
+    def of(self, ids: Sequence[int]) -> str:
+        """Return the text of all tokens so far. ids: those of the last call, and new ones."""
+        # Decoded after those before them: some tokenizers leave out the space in front of the
+        # first one.
+        known, text = self._decode(ids[self._begin : self._end]), self._decode(ids[self._begin :])
+        whole = self._text + text[len(known) :]
+        if len(text) > len(known) and not text.endswith("\ufffd"):
+            self._text, self._begin, self._end = whole, self._end, len(ids)
+        return whole
+
+
 def choice(
     asked: Asked,
     node: Node,
