@@ -283,6 +283,34 @@ def _controller(found: dict[str, Any]) -> str:
     return "\n".join(made)
 
 
+def _driver(found: dict[str, Any]) -> str:
+    """The driver's own work for one step, before and after what the page tells of."""
+    groups = {
+        "division among the ranks": ("balance",),
+        "messages": ("split", "count bytes", "write", "read", "join"),
+    }
+    rows = []
+    for row in found["rows"]:
+        for which in ("before", "now"):
+            if which not in row:
+                continue
+            one = row[which]
+            shown = [sum(one["seconds"][name] for name in names) for names in groups.values()]
+            shown += [one["total"] - sum(shown), one["total"]]
+            rows.append(
+                (
+                    f"{row['samples']:,}",
+                    f"{row['ranks']:,}",
+                    which,
+                    *(f"{seconds:.2f} s" for seconds in shown),
+                    f"{one['total'] / 60:.1%}",
+                    f"{one['peak_bytes'] / 2**30:.2f} GiB",
+                )
+            )
+    head = ("samples", "ranks", "", *groups, "the rest", "CPU time", "of 60 s", "memory")
+    return table(head, rows)
+
+
 def _projection(workers: dict[str, dict[str, float]]) -> str:
     """The driver's costs on the line through the fewest and the most workers."""
     few, many = min(workers, key=int), max(workers, key=int)
@@ -530,6 +558,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "sync": _sync,
     "memory": _memory,
     "controller": _controller,
+    "driver": _driver,
     "controller_starts": _starts,
     "startup": _startup,
     "commands": _commands,
