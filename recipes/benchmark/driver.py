@@ -93,14 +93,14 @@ def measure(samples: int, ranks: int) -> dict[str, Any]:
     )
     seconds: dict[str, float] = {}
 
-    def part(name: str, call: Callable[[], T]) -> T:
+    def part(name: str, call: Callable[..., T], *args: Any) -> T:
         began = time.process_time()
-        result = call()
+        result = call(*args)
         seconds[name] = seconds.get(name, 0.0) + time.process_time() - began
         return result
 
     def send(batch: DataProto) -> list[DataProto]:
-        pieces = part("split", lambda: split_rows(batch, ranks))
+        pieces = part("split", split_rows, batch, ranks)
         part("count bytes", lambda: sum(piece.nbytes for piece in pieces))
         part("write", lambda: [cloudpickle.dumps(piece, protocol=5) for piece in pieces])
         return pieces
@@ -110,7 +110,7 @@ def measure(samples: int, ranks: int) -> dict[str, Any]:
         del answers
         read = part("read", lambda: [pickle.loads(answer) for answer in sent])
         part("count bytes", lambda: sum(answer.nbytes for answer in read))
-        joined: DataProto = part("join", lambda: join_rows(read, batch))
+        joined: DataProto = part("join", join_rows, read, batch)
         return joined
 
     def kept(batch: DataProto, number: int, names: tuple[str, ...]) -> DataProto:
@@ -133,27 +133,27 @@ def measure(samples: int, ranks: int) -> dict[str, Any]:
 
     uids = [f"1-{i}" for i in range(prompts)]
     seeds = batches.seeds(1, 1, 0, samples)
-    requests = part("requests", lambda: rollout.requests_of(run, range(prompts), uids, seeds))
+    requests = part("requests", rollout.requests_of, run, range(prompts), uids, seeds)
     asked = requests.select([], rollout.REQUEST_FIELDS)
     send(asked)
     bounds = near_equal_bounds(samples, ranks)
     answer = receive([sampled(i, *rows) for i, rows in enumerate(bounds)], asked)
     batch = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1].union(answer)
-    part("check", lambda: check_stage("generate", requests, batch))
-    batch = part("score", lambda: rollout.trained_samples(run, batch))
+    part("check", check_stage, "generate", requests, batch)
+    batch = part("score", rollout.trained_samples, run, batch)
     batch = batch.with_meta(reward_error_rate=0.0)
     updates = Updates(prompts, 0, 1, 0, Micro(1, None), False, "token-mean")
     ids = batch.non_tensor_batch["uid"]
-    index = part("mini-batches", lambda: batches.mini_batch_indices(ids, updates, [1, 1]))
+    index = part("mini-batches", batches.mini_batch_indices, ids, updates, [1, 1])
     batch = batch.with_batch(mini_batch_index=index, trained_tokens=batch.batch["sampled_tokens"])
     batch = batch.with_non_tensor(loss_mask=batch.non_tensor_batch["response_mask"])
     reads = {"old_log_prob": ("rollout_log_probs",), "update_actor": update._LOSS_FIELDS}
     writes = {"old_log_prob": ("old_log_probs",), "ref": ("ref_log_prob",)}
     for phase in PHASES:
         if phase == "update_actor":
-            batch = part("advantages", lambda: advantages_by_row(run, batch))[0]
+            batch = part("advantages", advantages_by_row, run, batch)[0]
         columns = reads.get(phase, ())
-        rows = part("balance", lambda: batches.to_ranks(run, batch, "actor", *columns))
+        rows = part("balance", batches.to_ranks, run, batch, "actor", *columns)
         pieces = send(rows)
         if phase not in writes:
             continue
@@ -164,10 +164,10 @@ def measure(samples: int, ranks: int) -> dict[str, Any]:
             blank = piece.select([], [], []).with_batch(**numbers)
             own.append(kept(blank, number, writes[phase]))
         batch = with_columns_of(batch, receive(own, rows))
-        part("check", lambda: check_stage(phase, batch, batch))
-    part("metrics", lambda: metrics.batch_metrics(batch, 4096, LONGEST))
+        part("check", check_stage, phase, batch, batch)
+    part("metrics", metrics.batch_metrics, batch, 4096, LONGEST)
     scores, sources = batch.batch["scores"].tolist(), list(batch.non_tensor_batch["data_source"])
-    part("choose samples", lambda: choose_rows(scores, sources, list(ids), GROUP, "1"))
+    part("choose samples", choose_rows, scores, sources, list(ids), GROUP, "1")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return {"seconds": seconds, "total": sum(seconds.values()), "peak_bytes": peak}
 
