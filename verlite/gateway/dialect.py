@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fastapi import HTTPException
+
 from verlite.envs.calculator import CALL
 from verlite.files import parse_foreign_json
 from verlite.gateway.conversation import Node
@@ -36,11 +38,11 @@ Said = Mapping[int, list[Json]]
 """Messages up to each answer that requests can name, and its own, by its node's number."""
 
 
-class Refused(ValueError):
+class Refused(HTTPException):
     """A request that cannot be answered. The message names the field, the value and the rule."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(400, message)
         self.code = code
         """OpenAI's name of the error, where it has one."""
 

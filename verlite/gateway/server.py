@@ -199,12 +199,8 @@ class Gateway:
 
         @app.exception_handler(HTTPException)
         async def explain(request: Request, error: HTTPException) -> Response:
-            body = _dialect(request.url.path).error(str(error.detail), error.status_code, None)
+            body = _error(_dialect(request.url.path), error)
             return JSONResponse(body, error.status_code, error.headers)
-
-        @app.exception_handler(Refused)
-        async def refuse(request: Request, error: Refused) -> Response:
-            return JSONResponse(_dialect(request.url.path).error(str(error), 400, error.code), 400)
 
         @app.get("/sessions/{name}/v1/models")
         async def models(name: str, request: Request) -> Any:
@@ -466,11 +462,12 @@ async def _after(first: str, events: AsyncIterator[str], dialect: Dialect) -> As
     try:
         async for one in events:
             yield one
-    except (HTTPException, Refused) as error:  # clients raise an exception when they read it
-        status, text = 400, str(error)
-        if isinstance(error, HTTPException):
-            status, text = error.status_code, str(error.detail)
-        yield event(dialect.error(text, status, None), "error")
+    except HTTPException as error:  # clients raise an exception when they read it
+        yield event(_error(dialect, error), "error")
+
+
+def _error(dialect: Dialect, error: HTTPException) -> Json:
+    return dialect.error(str(error.detail), error.status_code, getattr(error, "code", None))
 
 
 def _dialect(path: str) -> Dialect:
