@@ -159,7 +159,8 @@ def _gateway(found: dict[str, Any]) -> str:
     ratios = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
     used = [
         ("ratio of each round", ratios),
-        ("CPU time of a request beside the engine's", f"{found['cpu_ms_per_request']:.1f} ms"),
+        ("the same ratio in CPU time of the process", f"{found['vs_engine_cpu']:.2f}"),
+        ("CPU time of a request: event loop and encoder", f"{found['cpu_ms_per_request']:.1f} ms"),
         ("memory of a session before its first request", f"{memory['idle'] / 1e3:.1f} kB"),
         ("memory of a session after its last", f"{memory['full'] / 1e3:.1f} kB"),
     ]
