@@ -14,7 +14,7 @@ IN_PARALLEL := -n 3 $(BY_FILE)
 # Without bytecode beside the packages each of the hundreds of processes would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-test quickstart check test lint site lint-and-site soak mutants evidence benchmark core-test lock clean
+.PHONY: help setup setup-test quickstart check test lint site lint-and-site soak gpu-dry mutants evidence benchmark core-test lock clean
 
 help:
 	@sed -n '1,5p' Makefile | sed 's/^# //'
@@ -66,6 +66,18 @@ WORKLOADS ?=
 soak: setup-test
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(addprefix --workload=,$(WORKLOADS))
 
+# The GPU's code paths without a GPU: a CUDA runtime that has memory, copies and devices, and computes on the CPU.
+# GPU_DRY: an environment with torch for CUDA; without one it is made, which downloads 3 GB.
+GPU_DRY ?= build/gpu-dry
+gpu-dry: $(GPU_DRY)/bin/python
+	$(GPU_DRY)/bin/python -m tests.gpu_dry $(TESTS)
+
+$(GPU_DRY)/bin/python:
+	$(MAKE) setup
+	$(BIN)/uv venv -q --python $(BIN)/python $(GPU_DRY)
+	$(BIN)/uv pip install -q --python $(GPU_DRY)/bin/python torch==2.13.0 pytest pytest-timeout
+	$(BIN)/uv pip install -q --python $(GPU_DRY)/bin/python --no-deps -r requirements/core.txt
+
 # Plant every known bug, one at a time, and write docs/mutants.md. Takes less than an hour.
 mutants: setup-test
 	$(BIN)/python -m tests.mutants --jobs 2
@@ -93,7 +105,6 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/sync.py
 	$(BIN)/python recipes/benchmark/memory.py
 	$(BIN)/python recipes/benchmark/controller.py
-	$(BIN)/python recipes/benchmark/driver.py
 	$(BIN)/python recipes/benchmark/startup.py
 	$(BIN)/python recipes/benchmark/data.py $(if $(GSM8K),--folder $(GSM8K))
 	$(BIN)/python recipes/benchmark/retriever.py speed --made 100000

@@ -430,12 +430,10 @@ class TrainEngine:
         is no micro-batch."""
         is_packed = self.model_config.use_remove_padding
         if part is None:
-            inputs = dummy_inputs(is_packed)
-            return inputs.rank_slice(self.sequence_group).to(self.device), None
+            return dummy_inputs(is_packed).rank_slice(self.sequence_group).to(self.device)
         micro_rows = rows[part.rows]
         inputs = model_inputs(micro_rows, is_packed, part.share_prefixes)
-        inputs = inputs.rank_slice(self.sequence_group)
-        return inputs.to(self.device), micro_rows.to(self.device)
+        return inputs.rank_slice(self.sequence_group).to(self.device, micro_rows)
 
     def _gather_rows(self, rows: TensorDict) -> tuple[TensorDict, slice]:
         """Return the rows that this rank computes (with sequence parallelism its group's) and the

@@ -5,6 +5,7 @@ anyway. In the other rows only real tokens are run, and only hidden states that 
 token reach the output head.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from verlite.algorithms.balancing import micro_batches_of_tree
 from verlite.algorithms.packing import Packed, ResponseTargets, pack, response_targets
 from verlite.algorithms.prefix_tree import PrefixTree, prefix_tree, sort_by_prefix, token_keys
 from verlite.engine.attention import Paths, Sequences
+from verlite.engine.offload import to_device
 
 LEAST_SAVING = 0.05
 """Share of a batch's tokens that sharing prefixes must save. A shared token costs a little more:
@@ -175,26 +177,37 @@ class ModelInputs:
             targets=targets,
         )
 
-    def to(self, device: torch.device) -> "ModelInputs":
-        """Return a copy on `device`."""
-        attention_mask = self.attention_mask
-        if attention_mask is not None:
-            attention_mask = attention_mask.to(device)
-        sequences = self.sequences
-        if sequences is not None:
-            sequences = sequences.mapped(lambda boundaries: boundaries.to(device))
-        targets = ResponseTargets(
-            self.targets.source.to(device),
-            self.targets.labels.to(device),
-            self.targets.destination.to(device),
-        )
+    def to(
+        self, device: torch.device, rows: TensorDict | None = None
+    ) -> tuple["ModelInputs", TensorDict | None]:
+        """Return copies of the inputs and of the rows on `device`, sent together."""
+        tensors: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        self._mapped(collect)
+        if rows is not None:
+            rows.apply(collect)
+        moved = iter(to_device(tensors, device))
+        inputs = self._mapped(lambda _: next(moved))
+        return inputs, None if rows is None else rows.apply(lambda _: next(moved))
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "ModelInputs":
+        """Return a copy with the function's results for all tensors."""
+        attention_mask, sequences = self.attention_mask, self.sequences
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            attention_mask=attention_mask,
-            sequences=sequences,
-            targets=targets,
+            input_ids=function(self.input_ids),
+            position_ids=function(self.position_ids),
+            attention_mask=None if attention_mask is None else function(attention_mask),
+            sequences=None if sequences is None else sequences.mapped(function),
+            targets=ResponseTargets(
+                function(self.targets.source),
+                function(self.targets.labels),
+                function(self.targets.destination),
+            ),
         )
 
 

@@ -417,7 +417,7 @@ class HeadedModel(nn.Module):
         is_packed = config._attn_implementation == PACKED_ATTENTION
         rows = self._random_rows()
         all_inputs = model_inputs(rows, is_packed, shares_prefixes and is_packed)
-        inputs = all_inputs.rank_slice(group).to(device)
+        inputs, _ = all_inputs.rank_slice(group).to(device)
         rows = rows.to(device)
         actual = self.hidden(inputs)[inputs.targets.source]
         tolerance = _HALF_PRECISION_TOLERANCE

@@ -1,12 +1,12 @@
-"""Host memory for tensors that leave the device between passes.
+"""Page-locked host memory: of tensors that leave the device between passes, and of micro-batches.
 
-The memory is page-locked, which a GPU copies to and from several times faster than other memory. It
-is allocated once, in one piece of the exact size, because locking pages is slow and torch's own
+A GPU copies to and from it several times faster than other memory. That of tensors that leave is
+allocated once, in one piece of the exact size, because locking pages is slow and torch's own
 allocator of page-locked memory rounds sizes up to powers of two.
 """
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,17 @@ class HostMemory:
         return copies
 
 
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return host tensors on a device. To a GPU they go in one copy from page-locked memory, for
+    which the host does not wait."""
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
+    memory = torch.empty(_total(tensors), dtype=torch.uint8, pin_memory=True)
+    for piece, tensor in zip(_pieces(memory, tensors), tensors, strict=True):
+        piece.copy_(tensor)
+    return list(_pieces(memory.to(device, non_blocking=True), tensors))
+
+
 def has_own_memory(device: torch.device) -> bool:
     """Return True if the device's memory is not the host's."""
     return device.type != "cpu"
@@ -59,19 +70,22 @@ def has_own_memory(device: torch.device) -> bool:
 
 def _places(tensors: Mapping[Hashable, Tensor], device: torch.device) -> dict[Hashable, Tensor]:
     """Return a tensor in page-locked memory for the local part of each tensor."""
-    local = {name: _local(tensor) for name, tensor in tensors.items()}
-    memory = torch.empty(_total(local.values()), dtype=torch.uint8)
+    local = [_local(tensor) for tensor in tensors.values()]
+    memory = torch.empty(_total(local), dtype=torch.uint8)
     _lock_pages(memory, device)
-    places: dict[Hashable, Tensor] = {}
+    return dict(zip(tensors, _pieces(memory, local), strict=True))
+
+
+def _pieces(memory: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield a piece of the memory for each tensor, of its shape and dtype."""
     start = 0
-    for name, tensor in local.items():
+    for tensor in tensors:
         piece = memory[start : start + tensor.nbytes]
-        places[name] = piece.view(tensor.dtype).view(tensor.shape)
+        yield piece.view(tensor.dtype).view(tensor.shape)
         start += _aligned(tensor.nbytes)
-    return places
 
 
-def _total(tensors: Iterable[Tensor]) -> int:
+def _total(tensors: Sequence[Tensor]) -> int:
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 

@@ -19,7 +19,6 @@ until the input ends. Whatever the environment prints goes to the standard error
 """
 
 import asyncio
-import functools
 import json
 import os
 import sys
@@ -55,7 +54,7 @@ def load(settings: Json) -> Any:
         sys.exit(f"the environment {settings['environment']} cannot be loaded: {explain(error)}")
 
 
-def explain(error: BaseException) -> str:
+def explain(error: Exception) -> str:
     """Return an exception in one line."""
     if hasattr(error, "errors") and hasattr(error, "title"):  # pydantic's, of several lines
         parts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
@@ -89,7 +88,7 @@ class Server:
         self._env = env
         self._settings = settings
         self._events = events
-        self._running: dict[int, asyncio.Task[Json]] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
 
     def report(self, **event: Any) -> None:
         line = json.dumps(event).encode() + b"\n"
@@ -113,21 +112,20 @@ class Server:
                         task.cancel()
                     continue
                 number = request["run"]
-                task = asyncio.create_task(self._episode(request))
+                task = asyncio.create_task(self._run(number, request))
                 self._running[number] = task
-                task.add_done_callback(functools.partial(self._ended, number))
             for task in list(self._running.values()):
                 task.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    def _ended(self, number: int, task: asyncio.Task[Json]) -> None:
-        del self._running[number]
-        if task.cancelled():  # perhaps before it began
+    async def _run(self, number: int, request: Json) -> None:
+        try:
+            result = await self._episode(request)
+        except asyncio.CancelledError:
             result = {"error": "Cancelled"}
-        elif (error := task.exception()) is not None:  # of a task that does not fit, for example
+        except Exception as error:  # a task that does not fit, for example
             result = {"error": explain(error)}
-        else:
-            result = task.result()
+        self._running.pop(number, None)
         self.report(done=number, **result)
 
     async def _episode(self, request: Json) -> Json:

@@ -1,0 +1,55 @@
+"""Run the tests of this folder on a CUDA that is not there: ENV/bin/python -m tests.gpu_dry
+
+ENV has a build of torch for CUDA and what the core needs; `make gpu-dry` makes one. Arguments are
+pytest's.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build/dry-cuda"
+
+
+def build() -> Path:
+    """Compile cuda.c. Return the folder of the libraries.
+
+    Raises:
+        SystemExit: without torch for CUDA, or a compiler.
+    """
+    triton = find_spec("triton")
+    if triton is None or not triton.origin:
+        raise SystemExit(
+            f"{sys.executable} has no build of torch for CUDA: `make gpu-dry` makes one"
+        )
+    headers = Path(triton.origin).parent / "backends/nvidia/include"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    library = BUILD / "libcuda.so.1"
+    options = "-O1 -shared -fPIC -w -Wl,-soname,libcuda.so.1 -pthread".split()
+    subprocess.run(
+        ["cc", *options, f"-I{headers}", HERE / "cuda.c", "-o", library, "-ldl"], check=True
+    )
+    nvml = BUILD / "libnvidia-ml.so.1"
+    nvml.unlink(missing_ok=True)
+    nvml.symlink_to(library.name)
+    return BUILD
+
+
+def environment(folder: Path, gpus: int = 2) -> dict[str, str]:
+    """Return the variables of a process that has these GPUs."""
+    paths = (str(HERE / "site"), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return os.environ | {
+        "LD_PRELOAD": str(folder / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "PYTHONPATH": ":".join(filter(None, paths)),
+        "DRY_GPUS": str(gpus),
+    }
+
+
+if __name__ == "__main__":
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE, *sys.argv[1:]]
+    raise SystemExit(subprocess.run(command, env=environment(build())).returncode)

@@ -1,0 +1,88 @@
+"""The training engine on a GPU: the CPU's values, and when it waits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.batches import ragged_batch
+from tests.engine.programs import weighted_loss
+from tests.gpu_dry import gpu
+from verlite.engine.fsdp import TrainEngine
+from verlite.engine.micro import MicroBatching
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+LOSS = weighted_loss("token-mean")
+SAVED = {"enable_gradient_checkpointing": True, "enable_activation_offload": True}
+
+
+def engine(path: str, device: str, dtype: str = "float32", **model: Any) -> TrainEngine:
+    optim = OptimSpec(lr=1e-2)
+    fsdp = FSDPSpec(dtype=dtype, param_offload=True, optimizer_offload=True)
+    return TrainEngine(ModelSpec(path, **model), fsdp, optim, device=device)
+
+
+def results(engine: TrainEngine, micro: MicroBatching) -> tuple[Any, ...]:
+    """Return the values of a log-prob pass, an update, a checkpoint's parts and a fingerprint."""
+    engine.onload(optimizer=True)
+    log_probs = engine.forward(ragged_batch(), micro, with_entropy=True)
+    metrics = engine.update(ragged_batch(), micro, 0.8, LOSS)
+    weights = [p.to_local().cpu().clone() for p in engine.parameters]
+    return log_probs, metrics, weights, engine.fingerprint(torch.float32)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("saved", [{}, SAVED])
+def test_equals_the_cpu(tiny_qwen2: str, dtype: str, saved: dict[str, bool], packed: bool) -> None:
+    """Bit for bit, as the CPU computes both: a copy that was read too early would show."""
+    micro = MicroBatching(size=3)
+    options = {**saved, "use_remove_padding": packed}
+    expected = results(engine(tiny_qwen2, "cpu", dtype, **options), micro)
+    with gpu.calls() as seen:
+        actual = results(engine(tiny_qwen2, "cuda", dtype, **options), micro)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert bool(seen.count("op _varlen_attn")) == (packed and dtype == "bfloat16")
+
+
+def test_saved_activations_leave_through_pinned_memory(tiny_qwen2: str) -> None:
+    trained = engine(tiny_qwen2, "cuda", **SAVED)
+    trained.onload(optimizer=True)
+    with gpu.calls() as seen:
+        trained.update(ragged_batch(), MicroBatching(size=3), 0.8, LOSS)
+    layers, micro_batches = 2, 3
+    assert seen.count("copy from pinned") == layers * micro_batches + micro_batches
+    assert seen.count("copy to pageable") <= 1
+
+
+def test_each_micro_batch_is_sent_in_one_copy_without_waiting(tiny_qwen2: str) -> None:
+    """What remains is one wait of transformers' own, which looks for packed sequences."""
+    trained = engine(tiny_qwen2, "cuda")
+    trained.onload(optimizer=True)
+    waits, pinned, pageable = [], [], []
+    for size in (3, 1):
+        with gpu.calls() as seen:
+            trained.update(ragged_batch(), MicroBatching(size=size), 0.8, LOSS)
+        waits.append(len(seen.waits))
+        pinned.append(seen.count("copy from pinned"))
+        pageable.append(seen.count("copy from pageable"))
+    assert pinned == [3, 7] and pageable[0] == pageable[1] and waits[1] - waits[0] == 7 - 3
+
+
+def test_offload_frees_the_gpu_and_locks_pages_once(tiny_qwen2: str) -> None:
+    trained = engine(tiny_qwen2, "cuda")
+    shard = sum(p.to_local().nbytes for p in trained.parameters)
+    trained.update(ragged_batch(), MicroBatching(size=3), 0.8, LOSS)
+    allocated, before = torch.cuda.memory_allocated(), gpu.pinned()
+    trained.offload()
+    assert torch.cuda.memory_allocated() <= allocated - 3 * shard
+    locked = gpu.pinned() - before
+    assert 3 * shard <= locked <= 3 * shard + 64 * 4 * len(trained.parameters)
+    held = gpu.used()
+    trained.onload(optimizer=True)
+    assert gpu.used() >= held and torch.cuda.memory_allocated() >= 3 * shard
+    with gpu.calls() as seen:
+        trained.offload()
+    assert gpu.used() == held and seen.count("cudaHostRegister") == 0
+    assert seen.bytes("copy to pinned") >= 3 * shard and seen.count("copy to pageable") == 0

@@ -1,0 +1,75 @@
+"""Weights from a trainer's GPU to an engine: bytes, order and what is left."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.gpu_dry import gpu
+from verlite.weights import cuda_ipc
+from verlite.weights.buckets import BucketFiles
+from verlite.weights.cuda_ipc import Publisher
+from verlite.weights.shared_memory import MemoryFiles
+from verlite.weights.transport import publish
+
+BUCKET = 12 << 20
+GPU = torch.device("cuda", 0)
+READER = """
+import json, sys
+from tests.gpu_dry import cpu_kernels, gpu
+cpu_kernels.install()
+from verlite.weights.cuda_ipc import BucketStream
+with gpu.calls() as seen:
+    weights = BucketStream(("\\0" + sys.argv[1],), timeout_s=30)
+    sums = {name: tensor.double().sum().item() for name, tensor in weights}
+calls = [call.name for call in seen.all if "Ipc" in call.name or "fault" in call.name]
+print(json.dumps({"sums": sums, "calls": calls}))
+"""
+
+
+def named(count: int = 5, size: int = 3 << 20) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=generator) for _ in range(count)]
+    return [(f"w{i}", x.to(GPU)) for i, x in enumerate(values)]
+
+
+def test_shared_memory_waits_for_each_copy() -> None:
+    """A copy to pinned memory has not happened before its event."""
+    weights, files = named(), MemoryFiles()
+    with gpu.calls() as seen:
+        publish(iter(weights), [files], BUCKET)
+    found = dict(BucketFiles(tuple(files.paths)))
+    for name, tensor in weights:
+        torch.testing.assert_close(found[name], tensor.cpu(), rtol=0, atol=0)
+    files.close()
+    sent = sum(tensor.nbytes for _, tensor in weights)
+    assert seen.bytes("copy to pinned") == sent and seen.count("copy to pageable") == 0
+
+
+@pytest.mark.parametrize("settings", ["", "max_split_size_mb:64"])
+def test_cuda_ipc(settings: str) -> None:
+    """Two buffers are opened once, closed before they are freed, and nothing is left."""
+    configure = torch._C._accelerator_setAllocatorSettings
+    configure(",".join(filter(None, [settings, "expandable_segments:True"])))
+    before = cuda_ipc._allocator_settings()
+    weights, publisher = named(), Publisher(GPU, timeout_s=30)
+    torch.cuda.empty_cache()
+    held = gpu.used()
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, publisher.address[1:]], stdout=subprocess.PIPE, text=True
+    )
+    with gpu.calls() as seen:
+        publish(iter(weights), [publisher], BUCKET)
+    out, _ = reader.communicate(timeout=60)
+    publisher.close()
+    read = json.loads(out.splitlines()[-1])
+    assert read["sums"] == {name: t.double().sum().item() for name, t in weights}
+    opened = [call for call in read["calls"] if "Ipc" in call and "Event" not in call]
+    assert opened == ["cudaIpcOpenMemHandle"] * 2 + ["cudaIpcCloseMemHandle"] * 2
+    own = [call.name for call in seen.all]
+    assert own.index("cudaIpcGetMemHandle") < own.index("cudaFree")
+    torch.cuda.empty_cache()
+    assert gpu.used() == held and cuda_ipc._allocator_settings() == before
+    configure("expandable_segments:False")
