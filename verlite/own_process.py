@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from verlite.breakpoints import REFUSE
 from verlite.keeper import kill_group, kill_kept
@@ -63,6 +63,7 @@ async def start_kept(
     memory_gb: float,
     folder: str | None,
     variables: Mapping[str, str],
+    descriptors: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
     """Start Python code with a keeper, in a session of its own, and with pipes.
 
@@ -71,12 +72,12 @@ async def start_kept(
         memory_gb: limit of the memory of each of its processes, in GiB.
         folder: its working directory; None for the current one.
         variables: its environment.
+        descriptors: files of this process that it has, too.
 
     Raises:
         OSError: there are no more processes, files or memory.
     """
-    path = json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path])
-    own = (str(os.getpid()), str(int(memory_gb * (1 << 30))), path)
+    own = (str(os.getpid()), str(int(memory_gb * (1 << 30))), json.dumps(absolute_path()))
     while True:
         try:
             return await asyncio.create_subprocess_exec(
@@ -87,6 +88,7 @@ async def start_kept(
                 cwd=folder,
                 env=variables,
                 start_new_session=True,
+                pass_fds=descriptors,
                 limit=MAX_LINE,
             )
         except RuntimeError as error:
@@ -97,7 +99,21 @@ async def start_kept(
             await asyncio.sleep(0.01)
 
 
-async def end_kept(process: asyncio.subprocess.Process) -> None:
+def absolute_path() -> list[str]:
+    """Return sys.path for a process that starts in another folder."""
+    return [str(Path(entry or ".").resolve()) for entry in sys.path]
+
+
+class Kept(Protocol):
+    """A process with a keeper, such as that of `start_kept`."""
+
+    pid: int
+    returncode: int | None
+
+    async def wait(self) -> int: ...
+
+
+async def end_kept(process: Kept) -> None:
     """Kill what `start_kept` started, and all that it started."""
     if process.returncode is None:
         kill_kept(process.pid)
@@ -111,6 +127,8 @@ def variables_for_programs(allowed: Sequence[str]) -> dict[str, str]:
     variables = without_secrets(os.environ, allowed)
     for name in ("NO_PROXY", "no_proxy"):  # what serves them is on this machine
         variables[name] = ",".join(filter(None, (variables.get(name), "127.0.0.1")))
+    # It starts often. An image's setting would have it compile all that it imports each time.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     return variables | {COUNT: "1", "PYTHONBREAKPOINT": REFUSE}
 
 
@@ -149,6 +167,7 @@ class OwnProcess:
         secret_env_vars: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         on_line: Callable[[bytes], None] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -161,6 +180,7 @@ class OwnProcess:
             secret_env_vars: variables that it gets although their names look like secrets.
             variables: further variables of its environment.
             on_line: gets each line of its output; None: they go to the log, as do its errors.
+            descriptors: files of this process that it has, too.
         """
         self._words = words
         self._ready = ready
@@ -169,6 +189,7 @@ class OwnProcess:
         self._folder = folder
         self._variables = variables_for_programs(secret_env_vars) | dict(variables or {})
         self._on_line = on_line
+        self._descriptors = descriptors
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -228,7 +249,12 @@ class OwnProcess:
         ended.add_done_callback(lambda done: done.exception())  # no sample need wait for it
         try:
             self._process = await start_kept(
-                EXECUTE, self._words, self._memory_gb, self._folder, self._variables
+                EXECUTE,
+                self._words,
+                self._memory_gb,
+                self._folder,
+                self._variables,
+                self._descriptors,
             )
         except BaseException as error:
             self._ended = None

@@ -4,7 +4,16 @@ It knows nothing of verlite. The answer is the work of `recipes/quickstart/make.
 columns from right to left, each with its digit and its carry, "5190".
 """
 
+import random
+
 import verifiers.v1 as vf
+
+HELD_OUT = 512
+
+
+class SumsConfig(vf.TasksetConfig):
+    held_out: bool = False
+    """Whether the tasks are the sums held out, which the quickstart does not train on, either."""
 
 
 class SumData(vf.TaskData):
@@ -28,10 +37,11 @@ class Sum(vf.Task[SumData]):
         return float((trace.last_reply or "") == work(self.data.a, self.data.b))
 
 
-class ColumnSums(vf.Taskset[Sum]):
+class ColumnSums(vf.Taskset[Sum, SumsConfig]):
     def load(self):
-        for number in range(8100):
-            a, b = 10 + number // 90, 10 + number % 90
+        every = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+        random.Random(0).shuffle(every)
+        for a, b in every[:HELD_OUT] if self.config.held_out else every[HELD_OUT:]:
             yield Sum(SumData(prompt=f"{a}+{b}=", a=a, b=b), self.config.task)
 
 

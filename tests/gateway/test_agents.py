@@ -63,6 +63,11 @@ def sample(tmp_path, code, *turns, count=1, row=ROW, sampling=None, begin=ASK, n
     return engine, asyncio.run(asyncio.wait_for(run(), 120))
 
 
+@pytest.fixture(params=[(), ("urllib.request",)], ids=["started", "forked"])
+def preload(request):
+    return request.param
+
+
 def sampled_of(trajectory):
     pairs = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
     return [token for token, mask in pairs if mask]
@@ -165,7 +170,7 @@ def test_a_function_may_score(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_function_is_called_in_a_process_of_its_own(tmp_path, kind):
+def test_a_function_is_called_in_a_process_of_its_own(tmp_path, kind, preload):
     code = f"""
         {kind} agent(task, base_url, key):
             assert (base_url, key) == (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
@@ -174,7 +179,7 @@ def test_a_function_is_called_in_a_process_of_its_own(tmp_path, kind):
             return {{"score": 1, "said": said, "pid": os.getpid(), "at": os.getcwd()}}
     """
     begin = ASK.replace("task = json.load(sys.stdin)\n", "")
-    _, (trajectory,) = sample(tmp_path, code, "330", begin=begin, name=":agent")
+    _, (trajectory,) = sample(tmp_path, code, "330", begin=begin, name=":agent", preload=preload)
     parts = trajectory.score.parts
     assert (trajectory.error, trajectory.score.score, parts["said"]) == (None, 1.0, "330")
     assert parts["pid"] != os.getpid() and parts["at"] == os.path.realpath(tmp_path)
@@ -187,10 +192,10 @@ def test_a_function_is_called_in_a_process_of_its_own(tmp_path, kind):
         (":other", "has no function or class 'other'"),
     ],
 )
-def test_a_function_that_fails_is_an_unscored_sample(tmp_path, name, error):
+def test_a_function_that_fails_is_an_unscored_sample(tmp_path, name, error, preload):
     code = "def agent(task, base_url, key):\n    ask(task['prompt'])\n    return 1 / 0"
     begin = ASK.replace("task = json.load(sys.stdin)\n", "")
-    _, (trajectory,) = sample(tmp_path, code, "a", begin=begin, name=name)
+    _, (trajectory,) = sample(tmp_path, code, "a", begin=begin, name=name, preload=preload)
     assert trajectory.status is Status.ERROR and trajectory.score is None
     assert error in trajectory.error
 
@@ -284,10 +289,10 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name, monkeypatch):
+def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name, monkeypatch, preload):
     monkeypatch.setenv("MY_SEARCH_API_KEY", "hush")
     code, error = FAILURES[name]
-    _, (trajectory,) = sample(tmp_path, code, "a")
+    _, (trajectory,) = sample(tmp_path, code, "a", preload=preload)
     assert trajectory.status is Status.ERROR and trajectory.score is None
     assert error in trajectory.error
     assert ("The model never answered it" in trajectory.error) == (
@@ -296,6 +301,46 @@ def test_a_program_that_fails_is_an_unscored_sample(tmp_path, name, monkeypatch)
     assert not any(trajectory.response_mask)
     last = error.rpartition(": ")[2]  # a failing program's own words are in its log
     assert last in trajectory.log or not error.startswith("ended with exit code")
+
+
+def test_forks_share_the_modules_and_nothing_else(tmp_path):
+    """The modules are imported once, before there is a session; the file runs for each sample."""
+    (tmp_path / "slow.py").write_text(
+        "import os\nimporter = os.getpid(), 'OPENAI_API_KEY' in os.environ"
+    )
+    code = """
+        import random, slow
+        slow.seen = getattr(slow, "seen", 0) + 1
+        ask(task["prompt"])
+        parts = {"seen": slow.seen, "importer": slow.importer[0], "at_once": slow.importer[1]}
+        parts |= {"pid": os.getpid(), "random": random.random(), "arguments": str(sys.argv[1:])}
+        parts |= {"first": sys.path[0], "name": __name__}
+        print(json.dumps({"score": 1, **parts}))
+    """
+    _, trajectories = sample(tmp_path, code, *"abc", count=3, preload=("slow",))
+    parts = [trajectory.score.parts for trajectory in trajectories]
+    assert [(p["seen"], p["at_once"], p["name"]) for p in parts] == [(1, 0, "__main__")] * 3
+    assert len({p["importer"] for p in parts}) == 1
+    assert len({p["pid"] for p in parts} | {parts[0]["importer"]}) == 4
+    assert len({p["random"] for p in parts}) == 3
+    assert {p["first"] for p in parts} == {str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("no_such_package", "agent.preload: no_such_package cannot be imported by"),
+        ("threads", "agent.preload=['threads'] starts 1 threads, which a fork does not have"),
+    ],
+)
+def test_modules_that_cannot_be_shared_are_named(tmp_path, module, error, monkeypatch):
+    (tmp_path / "threads.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    _, (trajectory,) = sample(tmp_path, "", preload=(module,))
+    assert trajectory.status is Status.ERROR and error in trajectory.error
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path):
@@ -313,7 +358,7 @@ def test_a_program_that_cannot_be_started_is_an_unscored_sample(tmp_path, monkey
     assert "cannot be started: [Errno 11] Resource temporarily" in trajectory.error
 
 
-def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path):
+def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path, preload):
     """Children in groups and sessions of their own, too."""
     code = f"""
         import subprocess, time
@@ -324,7 +369,7 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path):
         open({str(tmp_path / "asked")!r}, "w")
         time.sleep(600)
     """
-    _, (trajectory,) = sample(tmp_path, code, "a", timeout_s=5.0)
+    _, (trajectory,) = sample(tmp_path, code, "a", timeout_s=5.0, preload=preload)
     assert trajectory.error == "ProgramError: it did not end within agent.timeout_s=5"
     assert (tmp_path / "asked").exists()
     children = [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]
@@ -332,7 +377,7 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path):
     wait_until_gone(children)
 
 
-def test_what_a_program_leaves_behind_is_killed_when_it_ends(tmp_path):
+def test_what_a_program_leaves_behind_is_killed_when_it_ends(tmp_path, preload):
     code = f"""
         import subprocess
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -340,12 +385,12 @@ def test_what_a_program_leaves_behind_is_killed_when_it_ends(tmp_path):
         ask(task["prompt"])
         print(1)
     """
-    _, (trajectory,) = sample(tmp_path, code, "a")
+    _, (trajectory,) = sample(tmp_path, code, "a", preload=preload)
     assert trajectory.score == RewardResult(1.0)
     wait_until_gone([int((tmp_path / "child").read_text())])
 
 
-def test_what_a_program_leaves_behind_is_killed_when_it_kills_its_keeper(tmp_path):
+def test_what_a_program_leaves_behind_is_killed_when_it_kills_its_keeper(tmp_path, preload):
     code = f"""
         import subprocess
         quiet = {{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}}
@@ -354,7 +399,7 @@ def test_what_a_program_leaves_behind_is_killed_when_it_kills_its_keeper(tmp_pat
         os.kill(os.getppid(), 9)
         ask(task["prompt"])
     """
-    _, (trajectory,) = sample(tmp_path, code, "a")
+    _, (trajectory,) = sample(tmp_path, code, "a", preload=preload)
     assert trajectory.status is Status.ERROR and "was killed by SIGKILL" in trajectory.error
     wait_until_gone([int((tmp_path / "child").read_text())])
 
@@ -380,13 +425,13 @@ def test_an_engine_that_dies_ends_the_program_and_is_raised(tmp_path):
         sample(tmp_path, code, died)
 
 
-def test_a_cancelled_sample_ends_its_program(tmp_path):
+def test_a_cancelled_sample_ends_its_program(tmp_path, preload):
     file = tmp_path / "agent.py"
     file.write_text(
         "import os, time\nopen('pid', 'w').write(str(os.getpid()))\n"
         "os.rename('pid', 'ready')\ntime.sleep(600)"
     )
-    settings = AgentSpec(f"{sys.executable} {file}")
+    settings = AgentSpec(f"{sys.executable} {file}", preload)
 
     async def run():
         engine = Speaker(tokenizer_of(QWEN))
@@ -401,7 +446,7 @@ def test_a_cancelled_sample_ends_its_program(tmp_path):
     wait_until_gone([int((tmp_path / "ready").read_text())])
 
 
-def test_what_a_program_gets(tmp_path, monkeypatch):
+def test_what_a_program_gets(tmp_path, monkeypatch, preload):
     monkeypatch.setenv("MY_SECRET_TOKEN", "hush")
     monkeypatch.setenv("SEARCH_API_KEY", "named")
     monkeypatch.setenv("MY_SETTING", "seen")
@@ -414,7 +459,9 @@ def test_what_a_program_gets(tmp_path, monkeypatch):
         seen = {name: str(os.environ.get(name)) for name in names}
         print(json.dumps({"score": 0, "task": json.dumps(task), "folder": os.getcwd(), **seen}))
     """
-    _, (trajectory,) = sample(tmp_path, code, "a", secret_env_vars=["SEARCH_API_KEY"])
+    _, (trajectory,) = sample(
+        tmp_path, code, "a", secret_env_vars=["SEARCH_API_KEY"], preload=preload
+    )
     parts = trajectory.score.parts
     assert json.loads(parts["task"]) == ROW and parts["folder"] == os.path.realpath(tmp_path)
     assert (parts["MY_SECRET_TOKEN"], parts["MY_SETTING"]) == ("None", "seen")

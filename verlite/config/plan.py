@@ -673,6 +673,12 @@ def program_code(config: Config) -> str | None:
     return next((word for word in words if word.endswith(".py")), None)
 
 
+def can_fork(command: str) -> bool:
+    """Return whether agent.command is an interpreter and its file, or a function."""
+    words = program_words(command)
+    return len(words) == 1 and ":" in words[0] or len(words) > 1 and words[1].endswith(".py")
+
+
 def is_credit(rule: str) -> bool:
     """Return whether agent.credit is legal."""
     if rule in ("graph", "branch"):

@@ -1200,6 +1200,11 @@ class AgentConfig:
         "the model at OPENAI_BASE_URL, as to any server of OpenAI's protocol. Or a Python "
         "function, my_agent.py:agent, that is called with task, base URL and key. null: no "
         "program.")
+    preload: list[str] = key([],
+        "Modules that programs import, such as [openai]: imported once for each engine, in a "
+        "process that forks for each sample. It takes most of the CPU time out of a short program "
+        "in Python. The modules must not read the address of the session when they are imported.",
+        used_when=".command!=null")
     verifiers: Optional[str] = key(None,
         "Agent: taskset of the verifiers package, such as gsm8k-v1, that is run for each sample "
         "with its harness and rewards; or ENVIRONMENT+TASKSET. `verlite tasks` writes its rows. "

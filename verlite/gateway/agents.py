@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
+from verlite.gateway.forks import Forks
 from verlite.gateway.program import ProgramError, run, score_of
 from verlite.gateway.server import Gateway, OpenSession
 from verlite.gateway.verifiers import Verifiers
@@ -52,6 +53,9 @@ class Agents:
         self.environment: Verifiers | None = None
         if spec.verifiers is not None:
             self.environment = Verifiers(spec, engine.tokenizer.name_or_path, folder)
+        self._forks: Forks | None = None
+        if spec.preload and spec.command is not None:
+            self._forks = Forks(spec, folder)
         self._places = asyncio.Semaphore(spec.max_processes)
         self._addresses: list[tuple[str, str]] = []
         """Of sessions that were closed. verifiers keeps a client for each address that it was
@@ -63,6 +67,8 @@ class Agents:
         await self._stack.enter_async_context(self._gateway)
         if self.environment is not None:
             await self._stack.enter_async_context(self.environment)
+        if self._forks is not None:
+            await self._stack.enter_async_context(self._forks)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -142,6 +148,7 @@ class Agents:
             folder=self._folder,
             secret_env_vars=self._spec.secret_env_vars,
             log=log,
+            forks=self._forks,
         )
 
 

@@ -15,10 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from verlite.gateway.forks import Fork, Forks
 from verlite.keeper import kill_marked
 from verlite.own_process import (
     EXECUTE,
     TAIL,
+    Kept,
+    ProcessEnded,
     cause_of,
     end_kept,
     last_line,
@@ -60,6 +63,7 @@ async def run(
     folder: str | None = None,
     secret_env_vars: Sequence[str] = (),
     log: bytearray | None = None,
+    forks: Forks | None = None,
 ) -> str:
     """Run a program until it ends. Return the last line of its output, "" if it printed none.
 
@@ -74,6 +78,7 @@ async def run(
         folder: its working directory; None for the current one.
         log: gets the end of what it prints, both streams, also if it fails.
         secret_env_vars: variables that it gets although their names look like those of secrets.
+        forks: which start it, if it shares imports with other samples.
 
     Raises:
         ProgramError: it cannot be started, ended with another exit code than 0 or by a signal, took
@@ -84,11 +89,14 @@ async def run(
     words = shlex.split(command)
     is_function = len(words) == 1 and words[0].rpartition(":")[0]
     variables = _variables(text, base_url, token, secret_env_vars)
+    code = _CALL if is_function else EXECUTE
+    process: asyncio.subprocess.Process | Fork
     try:
-        process = await start_kept(
-            _CALL if is_function else EXECUTE, words, memory_gb, folder, variables
-        )
-    except OSError as error:  # no more processes, files or memory
+        if forks is None:
+            process = await start_kept(code, words, memory_gb, folder, variables)
+        else:
+            process = await forks.start(variables)
+    except (OSError, ProcessEnded) as error:  # no more processes, files or memory
         raise ProgramError(f"it cannot be started: {error}") from error
     assert process.stdin and process.stdout and process.stderr  # all are pipes
     try:
@@ -163,7 +171,7 @@ async def _read(pipe: asyncio.StreamReader, kept: int, log: bytearray) -> bytes:
     return tail
 
 
-async def _end(process: asyncio.subprocess.Process, token: str) -> None:
+async def _end(process: Kept, token: str) -> None:
     """Kill what is left of a program, which has the token of its session in its environment."""
     await end_kept(process)
     if token and process.returncode in (

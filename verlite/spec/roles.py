@@ -401,6 +401,7 @@ class AgentSpec:
     """The agent program of each sample: a command, or a verifiers environment."""
 
     command: str | None
+    preload: Sequence[str] = ()
     verifiers: str | None = None
     python: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)

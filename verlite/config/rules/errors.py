@@ -172,6 +172,10 @@ ERRORS: tuple[Row, ...] = (
     Row("agent.command",
         lambda c: c.agent.command is not None and not plan.program_words(c.agent.command),
         "is empty or has an open quote", "Such as 'python my_agent.py'."),
+    Row("agent.preload", lambda c: c.agent.preload and c.agent.command is not None
+            and not plan.can_fork(c.agent.command),
+        "is for Python: for a file, or a function; agent.command={c.agent.command} is neither",
+        "Leave it out, or set agent.command, such as 'python my_agent.py'."),
     Row("agent.credit", lambda c: c.program and not plan.is_credit(c.agent.credit),
         "is not graph, branch or a number above 0 and at most 1", "Such as 0.9."),
     Row("agent.verifiers", lambda c: c.agent.verifiers is not None and c.agent.command is not None,
