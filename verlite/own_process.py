@@ -107,8 +107,11 @@ def absolute_path() -> list[str]:
 class Kept(Protocol):
     """A process with a keeper, such as that of `start_kept`."""
 
-    pid: int
-    returncode: int | None
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
 
     async def wait(self) -> int: ...
 

@@ -563,7 +563,7 @@ def test_main_argv(material, capsys):
     printed = capsys.readouterr().out
     names = "agent_demo, dapo, dr_grpo, gdpo, grpo, gspo, openenv_demo, ppo, ppo_trainer, "
     names += "quickstart, quickstart_async, reinforce_plus_plus, remax, rloo, search_demo, "
-    names += "search_r1"
+    names += "search_r1, verifiers_demo"
     assert f"NAME is one of {names}, or a YAML file" in printed
     with pytest.raises(SystemExit) as stop:
         main_argv([*material.good, "data.sede=1"])

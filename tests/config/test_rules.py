@@ -223,6 +223,7 @@ WRONG = [
         "is for single turns",
     ),
     ('agent.command="\'"', "agent.command", "has an open quote"),
+    ("agent.command=ls agent.preload=[openai]", "agent.preload", "agent.command=ls is neither"),
     ("max_turns=2 env.name=no.module:EnvFactory", "env.name", "was not found on the Python path"),
     (f"{KL} {REF}url=gpu008:8001", f"{REF}url", "is not the http address of a service"),
     (f"{KL} {REF}url=http://a:80000", f"{REF}url", "80000 is not a port"),

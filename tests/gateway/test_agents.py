@@ -431,7 +431,7 @@ def test_a_cancelled_sample_ends_its_program(tmp_path, preload):
         "import os, time\nopen('pid', 'w').write(str(os.getpid()))\n"
         "os.rename('pid', 'ready')\ntime.sleep(600)"
     )
-    settings = AgentSpec(f"{sys.executable} {file}", preload)
+    settings = AgentSpec(f"{sys.executable} {file}", preload=preload)
 
     async def run():
         engine = Speaker(tokenizer_of(QWEN))

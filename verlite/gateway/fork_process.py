@@ -3,11 +3,11 @@ interpreter is the program's; of verlite it has the keeper and, in forks, `funct
 
     PYTHON -P fork_process.py SETTINGS
 
-SETTINGS is JSON: `words` of the command; `modules`; `memory_bytes`; `root`: where verlite is; `path`:
-null, or sys.path for a function; `channel`: the descriptor of a socket. On it, a message is a
-sample: the descriptors of its connection, input, output and error stream. The fork reads its
-environment from the connection, a line of JSON, and becomes the program. The connection says the
-fork's id, a line, and its exit code once it has ended.
+SETTINGS is JSON: `words` of the command; `modules`; `memory_bytes`; `root`: where verlite is;
+`path`: null, or sys.path for a function; `channel`: a socket. On it, a message is a sample: the
+descriptors of its connection, input, output and error stream. The fork reads its environment from
+the connection, a line of JSON, and becomes the program. The connection says the fork's id, a line,
+and its exit code once it has ended.
 """
 
 import gc
@@ -59,7 +59,8 @@ def serve(settings: dict[str, Any], keeper: Any) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     connections: dict[int, socket.socket] = {}
     while True:
-        ready = select.select([channel, ended], [], [])[0]
+        sources: list[Any] = [channel, ended]
+        ready = select.select(sources, [], [])[0]
         if ended in ready:
             os.read(ended, 1 << 16)
             reap(connections)

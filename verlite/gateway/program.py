@@ -89,11 +89,12 @@ async def run(
     words = shlex.split(command)
     is_function = len(words) == 1 and words[0].rpartition(":")[0]
     variables = _variables(text, base_url, token, secret_env_vars)
-    code = _CALL if is_function else EXECUTE
     process: asyncio.subprocess.Process | Fork
     try:
         if forks is None:
-            process = await start_kept(code, words, memory_gb, folder, variables)
+            process = await start_kept(
+                _CALL if is_function else EXECUTE, words, memory_gb, folder, variables
+            )
         else:
             process = await forks.start(variables)
     except (OSError, ProcessEnded) as error:  # no more processes, files or memory

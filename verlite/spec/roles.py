@@ -401,7 +401,6 @@ class AgentSpec:
     """The agent program of each sample: a command, or a verifiers environment."""
 
     command: str | None
-    preload: Sequence[str] = ()
     verifiers: str | None = None
     python: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -412,6 +411,7 @@ class AgentSpec:
     secret_env_vars: Sequence[str] = ()
     reward: str = "program"
     credit: str = "graph"
+    preload: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
