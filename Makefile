@@ -105,6 +105,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/sync.py
 	$(BIN)/python recipes/benchmark/memory.py
 	$(BIN)/python recipes/benchmark/controller.py
+	$(BIN)/python recipes/benchmark/driver.py
 	$(BIN)/python recipes/benchmark/startup.py
 	$(BIN)/python recipes/benchmark/data.py $(if $(GSM8K),--folder $(GSM8K))
 	$(BIN)/python recipes/benchmark/retriever.py speed --made 100000

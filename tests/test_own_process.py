@@ -29,9 +29,11 @@ class Program:
     def __init__(self, code=SERVE, python=sys.executable, **options):
         self.lines = asyncio.Queue()
         settings = {"start_s": 60.0, "memory_gb": 2.0, "variables": {"COLOR": "red"}, **options}
-        words = [python, "-u", "-c", code]
         self.process = OwnProcess(
-            words, self.ready, on_line=lambda line: self.lines.put_nowait(line.decode()), **settings
+            lambda: [python, "-u", "-c", code],
+            self.ready,
+            on_line=lambda line: self.lines.put_nowait(line.decode()),
+            **settings,
         )
 
     async def ready(self, process):
@@ -105,6 +107,34 @@ def test_one_that_hangs_is_ended_for_all_that_wait():
 
     cause, running, answer = run(main)
     assert "was ended: it did not answer" in cause and (running, answer) == ([], "B\n")
+
+
+def test_two_that_end_it_leave_the_next_one_alone(monkeypatch):
+    """The slower of them comes back when it has been started again."""
+    end, slow = own_process.end_kept, asyncio.Event()
+    calls = 0
+
+    async def ending(process):
+        nonlocal calls
+        calls += 1
+        await end(process)
+        if calls == 2:
+            await slow.wait()
+
+    monkeypatch.setattr(own_process, "end_kept", ending)
+
+    async def main(program):
+        await program.process.running()
+        first, second = (asyncio.create_task(program.process.end("it hangs")) for _ in range(2))
+        await first
+        answer = await program.ask("b")
+        slow.set()
+        await second
+        return answer, program.greeting, alive(program.greeting), program.process.starts
+
+    answer, greeting, running, starts = run(main)
+    assert (answer, len(running), starts) == ("B\n", 2, 2)
+    assert alive(greeting) == []  # and it was ended in the end
 
 
 @pytest.mark.parametrize(

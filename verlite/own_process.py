@@ -8,7 +8,7 @@ again.
     async def ready(program):
         ...  # wait until it answers
 
-    async with OwnProcess([python, "serve.py"], ready, start_s=120, memory_gb=4) as program:
+    async with OwnProcess(lambda: [python, "serve.py"], ready, start_s=9, memory_gb=4) as program:
         await program.running()  # before each sample
 """
 
@@ -161,7 +161,7 @@ class OwnProcess:
 
     def __init__(
         self,
-        words: Sequence[str],
+        words: Callable[[], Sequence[str]],
         ready: "Callable[[OwnProcess], Awaitable[object]]",
         *,
         start_s: float,
@@ -175,7 +175,7 @@ class OwnProcess:
         """Prepare; nothing is started yet.
 
         Args:
-            words: the program and its arguments.
+            words: returns the program and its arguments. It is called at each start.
             ready: returns once the program can serve samples. It is called after each start.
             start_s: seconds that `ready` may take.
             memory_gb: limit of the memory of each of its processes, in GiB.
@@ -185,7 +185,8 @@ class OwnProcess:
             on_line: gets each line of its output; None: they go to the log, as do its errors.
             descriptors: files of this process that it has, too.
         """
-        self._words = words
+        self._command = words
+        self._words: Sequence[str] = ()
         self._ready = ready
         self._start_s = start_s
         self._memory_gb = memory_gb
@@ -197,6 +198,7 @@ class OwnProcess:
         self._watch: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._starting = asyncio.Lock()
+        self._ending = asyncio.Lock()
         self._failed: tuple[float, ProcessEnded] | None = None
         self.log = bytearray()
         self.starts = 0
@@ -234,20 +236,22 @@ class OwnProcess:
             await self._process.stdin.drain()
 
     async def end(self, why: str) -> None:
-        """End the program and all that it started."""
+        """End the program and all that it started. Not one that has started meanwhile."""
         process, watch = self._process, self._watch
-        if process is None or watch is None:
-            return
-        self._fail(f"was ended: {why}")
-        await end_kept(process)
-        await asyncio.wait((watch,), timeout=END_S)
-        watch.cancel()
-        self._process = self._watch = None
+        async with self._ending:
+            if process is None or watch is None or process is not self._process:
+                return
+            self._fail(f"was ended: {why}")
+            await end_kept(process)
+            await asyncio.wait((watch,), timeout=END_S)
+            watch.cancel()
+            self._process = self._watch = None
 
     async def _start(self) -> "asyncio.Future[None]":
         await self.end("it is started again")
         self.log.clear()
         self.starts += 1
+        self._words = self._command()
         ended = self._ended = asyncio.get_running_loop().create_future()
         ended.add_done_callback(lambda done: done.exception())  # no sample need wait for it
         try:

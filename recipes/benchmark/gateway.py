@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import threading
 import time
 import tracemalloc
 from collections.abc import Awaitable
@@ -53,11 +54,19 @@ def talk(sessions: list[tuple[str, str]], turns: int) -> None:
     asyncio.run(everyone())
 
 
-async def measured(work: Awaitable[None]) -> dict[str, float]:
-    """Return the seconds of some work, and CPU seconds of this process."""
-    began, used = time.monotonic(), time.process_time()
+async def measured(work: Awaitable[None], gateway: Gateway) -> dict[str, float]:
+    """Return the seconds of some work, and CPU seconds: of this process, and of the gateway's
+    threads in it, which are the event loop and the encoder."""
+
+    def used() -> list[float]:
+        idents = [threading.get_ident(), *(one.ident for one in gateway._encoder._threads)]
+        own = [time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents if ident]
+        return [time.monotonic(), time.process_time(), sum(own)]
+
+    before = used()
     await work
-    return {"seconds": time.monotonic() - began, "cpu": time.process_time() - used}
+    names = ("seconds", "cpu", "gateway")
+    return {name: b - a for name, a, b in zip(names, before, used(), strict=True)}
 
 
 async def through(gateway: Gateway, count: int, turns: int) -> tuple[list[OpenSession], dict]:
@@ -68,14 +77,16 @@ async def through(gateway: Gateway, count: int, turns: int) -> tuple[list[OpenSe
     client.start()
     while not any(session.record.nodes for session in sessions):
         await asyncio.sleep(0.001)
-    found = await measured(asyncio.to_thread(client.join))
+    found = await measured(asyncio.to_thread(client.join), gateway)
     nodes = [session.record.nodes for session in sessions]
     assert sum(map(len, nodes)) == count * turns, client.exitcode
     assert {len(node.sampled) for one in nodes for node in one} == {TOKENS}
     return sessions, found
 
 
-async def alone(engine: BatchedEngine, given: list[list[list[int]]]) -> dict[str, float]:
+async def alone(
+    engine: BatchedEngine, gateway: Gateway, given: list[list[list[int]]]
+) -> dict[str, float]:
     """Generate the answers of sessions, given the tokens in front of each answer."""
 
     async def one(own: list[list[int]]) -> None:
@@ -87,7 +98,7 @@ async def alone(engine: BatchedEngine, given: list[list[list[int]]]) -> dict[str
     async def everyone() -> None:
         await asyncio.gather(*map(one, given))
 
-    return await measured(everyone())
+    return await measured(everyone(), gateway)
 
 
 async def measure(args: argparse.Namespace) -> dict:
@@ -110,7 +121,7 @@ async def measure(args: argparse.Namespace) -> dict:
             for session in sessions:
                 gateway.close(session)
             engine._call(lambda core: core.reset_caches())
-            own.append(await alone(engine, given))
+            own.append(await alone(engine, gateway, given))
             engine._call(lambda core: core.reset_caches())
             sessions, found = await through(gateway, args.sessions, args.turns)
             ours.append(found)
@@ -133,7 +144,10 @@ async def measure(args: argparse.Namespace) -> dict:
         },
         "vs_engine": statistics.median(a["seconds"] / b["seconds"] for a, b in pairs),
         "ratios": [a["seconds"] / b["seconds"] for a, b in pairs],
-        "cpu_ms_per_request": statistics.median(1000 * (b["cpu"] - a["cpu"]) for a, b in pairs)
+        "vs_engine_cpu": statistics.median(a["cpu"] / b["cpu"] for a, b in pairs),
+        "cpu_ms_per_request": statistics.median(
+            1000 * (b["gateway"] - a["gateway"]) for a, b in pairs
+        )
         / requests,
         "bytes_per_session": memory,
     }

@@ -159,7 +159,8 @@ def _gateway(found: dict[str, Any]) -> str:
     ratios = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
     used = [
         ("ratio of each round", ratios),
-        ("CPU time of a request beside the engine's", f"{found['cpu_ms_per_request']:.1f} ms"),
+        ("the same ratio in CPU time of the process", f"{found['vs_engine_cpu']:.2f}"),
+        ("CPU time of a request: event loop and encoder", f"{found['cpu_ms_per_request']:.1f} ms"),
         ("memory of a session before its first request", f"{memory['idle'] / 1e3:.1f} kB"),
         ("memory of a session after its last", f"{memory['full'] / 1e3:.1f} kB"),
     ]
@@ -281,6 +282,34 @@ def _controller(found: dict[str, Any]) -> str:
     if all("worker_bytes" in one for one in found["workers"].values()):
         made[1:1] = [_workers(found), _projection(found["workers"])]
     return "\n".join(made)
+
+
+def _driver(found: dict[str, Any]) -> str:
+    """The driver's own work for one step, before and after what the page tells of."""
+    groups = {
+        "division among the ranks": ("balance",),
+        "messages": ("split", "count bytes", "write", "read", "join"),
+    }
+    rows = []
+    for row in found["rows"]:
+        for which in ("before", "now"):
+            if which not in row:
+                continue
+            one = row[which]
+            shown = [sum(one["seconds"][name] for name in names) for names in groups.values()]
+            shown += [one["total"] - sum(shown), one["total"]]
+            rows.append(
+                (
+                    f"{row['samples']:,}",
+                    f"{row['ranks']:,}",
+                    which,
+                    *(f"{seconds:.2f} s" for seconds in shown),
+                    f"{one['total'] / 60:.1%}",
+                    f"{one['peak_bytes'] / 2**30:.2f} GiB",
+                )
+            )
+    head = ("samples", "ranks", "", *groups, "the rest", "CPU time", "of 60 s", "memory")
+    return table(head, rows)
 
 
 def _projection(workers: dict[str, dict[str, float]]) -> str:
@@ -530,6 +559,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "sync": _sync,
     "memory": _memory,
     "controller": _controller,
+    "driver": _driver,
     "controller_starts": _starts,
     "startup": _startup,
     "commands": _commands,

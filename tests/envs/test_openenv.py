@@ -2,7 +2,9 @@
 
 import asyncio
 import importlib.util
+import random
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.envs.openenv_server import SCHEMA, Server
+from tests.envs.openenv_server import FREEZE, SCHEMA, Server
 from tests.models import tiny_tokenizer
+from verlite import own_process
 from verlite.config.compile import env_spec
 from verlite.config.load import compose
 from verlite.config.plan import make_plan
 from verlite.contracts.envs import check_env
+from verlite.envs import openenv
 from verlite.envs.openenv import EnvironmentLost, OpenEnv, _value, action_of, reset_of, text_of
 from verlite.rollout.loop import run_loop
 from verlite.rollout.types import Completion, Sampling, Status, Task, Trajectory
@@ -258,6 +262,68 @@ def test_a_server_of_ones_own() -> None:
     assert "EnvironmentLost: env.openenv: " in str(asyncio.run(fail()).error)
 
 
+@pytest.mark.process
+def test_a_server_of_ones_own_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "HEALTH_S", 0.3)
+    command = f"{sys.executable} -m tests.envs.openenv_server {{port}}"
+
+    class Late(Engine):
+        """From its answer on the server is late at once."""
+
+        async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+            env._timeout_s = 0.3
+            return await super().generate(prompt_ids, sampling)
+
+    async def run() -> tuple[Trajectory, Trajectory, int]:
+        async with env:
+            hung = await sample(env, Late([str(FREEZE)]))
+            env._timeout_s = 60.0
+            assert env._program is not None
+            return hung, await sample(env, Engine(["5", "5"])), env._program.starts
+
+    env = OpenEnv(command, 4)
+    hung, good, starts = asyncio.run(asyncio.wait_for(run(), 120))
+    assert str(hung.error).startswith("ToolError: EnvironmentTimeout: ") and hung.score is None
+    assert (good.error, starts) == (None, 2)
+
+
+@pytest.mark.process
+def test_a_server_that_is_late_once_is_not_replaced() -> None:
+    """It still answers /health."""
+    command = f"{sys.executable} -m tests.envs.openenv_server {{port}}"
+
+    async def run() -> bool:
+        async with OpenEnv(command, 4) as env:
+            await env._ready()
+            await env.end_if_it_hangs(env._ended)
+            assert env._ended is not None
+            return env._ended.done()
+
+    assert not asyncio.run(asyncio.wait_for(run(), 120))
+
+
+@pytest.mark.process
+def test_each_start_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port that was free may be taken by the time that the server listens."""
+    monkeypatch.setattr(own_process, "AGAIN_S", 0.0)
+    command = f"{sys.executable} -m tests.envs.openenv_server {{port}}"
+
+    async def run() -> tuple[Trajectory, Trajectory]:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            taken = [other.getsockname()[1]]
+            free = openenv._free_port
+            monkeypatch.setattr(openenv, "_free_port", lambda: taken.pop() if taken else free())
+            async with OpenEnv(command, 4) as env:
+                engine = Engine(["5", "5"])
+                return await sample(env, engine), await sample(env, engine)
+
+    failed, good = asyncio.run(asyncio.wait_for(run(), 120))
+    assert "EnvironmentLost" in str(failed.error) and "address already in use" in str(failed.error)
+    assert good.error is None
+
+
 def test_one_key_is_a_run_of_episodes() -> None:
     def spec(*given: str) -> tuple[Any, Any]:
         base = ["actor_rollout_ref.model.path=model", "data.train_files=rows.parquet"]
@@ -309,6 +375,61 @@ def test_the_contract_of_environments_holds() -> None:
 def test_the_action_in_a_text(text: str, field: Any, value: Any) -> None:
     found = action_of(text, {"properties": {"x": field, "metadata": {}}, "required": ["x"]})
     assert found == {"x": value}
+
+
+def test_the_last_object_in_a_fence_is_the_action() -> None:
+    """As this pattern finds it, which takes a time that grows with the square of hostile texts."""
+    pattern = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
+    rng = random.Random(0)
+    for _ in range(5000):
+        text = "".join(rng.choices(["```", "json", "{", "}", " ", "\n", "a"], k=14))
+        assert openenv._fenced(text) == (pattern.findall(text) or [""])[-1], text
+    for hostile in ("```{", "```json {}", "} ", "```\n" * 3):  # the pattern takes minutes
+        assert openenv._fenced(hostile * 300_000) in ("", "{}")
+
+
+MOVES = {
+    "$defs": {
+        "Direction": {"enum": ["up", "down"], "type": "string"},
+        "Again": {"anyOf": [{"$ref": "#/$defs/Again"}, {"type": "null"}]},
+        "Walk": {"properties": {"steps": {"type": "integer"}}, "required": ["steps"]},
+        "Talk": {"properties": {"words": {"type": "string"}}, "required": ["words"]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ({"$ref": "#/$defs/Direction", "default": "up"}, "I go down", "down"),
+        ({"allOf": [{"$ref": "#/$defs/Direction"}]}, "up", "up"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "so 7", 7),
+        ({"anyOf": [{"type": "null"}, {"type": "integer"}, {"type": "string"}]}, "left", "left"),
+        ({"anyOf": [{"$ref": "#/$defs/Direction"}, {"type": "integer"}]}, "12", 12),
+        ({"const": "stop", "type": "string"}, "now stop", "stop"),
+        ({"$ref": "#/$defs/Again"}, "x", None),
+        ({"$ref": "#/$defs/Missing"}, "x", None),
+    ],
+)
+def test_fields_with_references_and_choices_of_types(field: Any, text: str, value: Any) -> None:
+    """As pydantic writes enumerations and optional fields."""
+    schema = {**MOVES, "properties": {"x": field}}
+    if value is None:
+        with pytest.raises(ValueError, match="'x'"):
+            action_of(text, schema)
+    else:
+        assert action_of(text, schema) == {"x": value}
+
+
+def test_an_action_of_several_kinds() -> None:
+    kinds = [{"$ref": "#/$defs/Walk"}, {"$ref": "#/$defs/Talk"}]
+    for schema in ({**MOVES, "oneOf": kinds}, {**MOVES, "anyOf": kinds}):
+        assert action_of('{"steps": 2}', schema) == {"steps": 2}
+        assert action_of('{"words": "a"}', schema) == {"words": "a"}
+        for text in ('{"steps": 2, "words": "a"}', "2"):
+            with pytest.raises(ValueError, match="'steps', 'words'"):
+                action_of(text, schema)
+    assert action_of("two, 3", {**MOVES, "$ref": "#/$defs/Walk"}) == {"steps": 3}
 
 
 def test_a_choice_is_a_whole_word() -> None:

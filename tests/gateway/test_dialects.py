@@ -287,6 +287,23 @@ def test_generate_as_verifiers_asks_and_reads():
     assert (model["id"], model["max_model_len"]) == ("policy", 77)
 
 
+def test_sampling_params_of_generate_cannot_ask_for_a_stream():
+    """vLLM ignores unknown ones. Its `stream` is a field of the request, which is refused."""
+
+    async def talk():
+        async with session_of(Speaker(tokenizer(), "hi")) as client:
+            sampling = {"stream": True, "stream_options": {"include_usage": True}}
+            asked = {"token_ids": [5], "sampling_params": sampling}
+            answer = await client.post("../inference/v1/generate", **asked)
+            return answer.json(), client.session
+
+    answer, session = asyncio.run(talk())
+    assert answer["choices"][0]["token_ids"] == session.record.nodes[0].sampled
+    assert dict(session.ignored) == {
+        "sampling_params.stream": 1, "sampling_params.stream_options": 1
+    }  # fmt: skip
+
+
 def test_fields_that_have_no_effect_are_counted_and_said_once(caplog):
     message = {"role": "user", "content": "u", "provider_specific_fields": {"a": 1}, "audio": None}
 

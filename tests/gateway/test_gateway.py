@@ -1,8 +1,10 @@
 """A gateway's record has the tokens that clients gave and the model sampled, over real HTTP."""
 
 import asyncio
+import gc
 import itertools
 import json
+import tracemalloc
 
 import httpx
 import openai
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from tests.envs.test_chat import GOOD, QWEN, QWEN3, ids_of, tokenizer_of
-from tests.gateway.speaker import Speaker, session_of, streamed, tool, user
+from tests.gateway.speaker import Client, Speaker, session_of, streamed, tool, user
 from tests.rollout.oracle import float64_model, naive_log_probs
 from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
@@ -275,26 +277,69 @@ def test_max_tokens_is_limited_by_the_run_and_by_what_remains():
     assert f"the context has {prompt} tokens, of {prompt}" in error["message"]
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(path):
+def _with_arguments(text):
+    function = {"name": "f", "arguments": {"x": text}}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    return {"messages": [user("u"), {"role": "assistant", "tool_calls": calls}]}
+
+
+LONG = {
+    "a user's message": lambda text: {"messages": [user(text)]},
+    "an answer": lambda text: {"messages": [user("u"), {"role": "assistant", "content": text}]},
+    "arguments of a call": _with_arguments,
+    "a text": lambda text: {"prompt": text},
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(kind):
     """16 MB take a minute, in which no other session is answered."""
-    tokens = tokenizer()
+    tokens = tokenizer_of(CALLS_OF_QWEN)
     longest = 100 * max(map(len, tokens.get_vocab()))
     encoded = []
     tokens.encode = lambda text, **_: encoded.append(len(text)) or [7]
 
     async def talk(count):
         async with session_of(Speaker(tokens, "a"), 100) as client:
-            body = {"messages": [user("x" * count)]}
-            if path == "completions":
-                body = {"prompt": "x" * count}
-            return await client.post(path, **body), client.session.refused
+            path = "completions" if kind == "a text" else "chat/completions"
+            return await client.post(path, **LONG[kind]("x" * count)), client.session.refused
 
-    response, refused = asyncio.run(talk(longest + 1))
+    response, _ = asyncio.run(talk(1))
+    around = encoded.pop(0) - 1  # what the template writes around it
+    encoded.clear()
+    response, refused = asyncio.run(talk(longest - around + 1))
     assert (response.status_code, refused, encoded) == (400, 1, [])
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    response, refused = asyncio.run(talk(longest))
-    assert (response.status_code, refused) == (200, 0) and encoded[0] >= longest
+    assert f"has {longest + 1} characters" in response.json()["error"]["message"]
+    response, refused = asyncio.run(talk(longest - around))
+    assert (response.status_code, refused, encoded[0]) == (200, 0, longest)
+
+
+def test_idle_sessions_cost_little_and_leave_nothing():
+    """10,000 of them, of which some were asked once."""
+
+    async def talk():
+        engine = Speaker(tokenizer(), *["a"] * 10)
+        async with session_of(engine) as client:
+            await client.say([user("u")])
+            tracemalloc.start()
+            try:
+                begin = tracemalloc.get_traced_memory()[0]
+                sessions = [client.gateway.open(Sampling()) for _ in range(10_000)]
+                full = tracemalloc.get_traced_memory()[0]
+                for session in sessions[::2000]:
+                    await Client(session, client.http).say([user("u")])
+                for session in sessions:
+                    client.gateway.close(session)
+                del session, sessions
+                gc.collect()
+                end = tracemalloc.get_traced_memory()[0]
+            finally:
+                tracemalloc.stop()
+            return full - begin, end - begin
+
+    idle, left = asyncio.run(asyncio.wait_for(talk(), 60))
+    assert idle < 10_000 * 4096 and left < 10_000 * 50
 
 
 def test_a_stop_string_is_recorded_and_not_shown():

@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 
 import httpx
+import openai
 import pytest
 
 from tests.gateway.speaker import Speaker, session_of, user
@@ -168,23 +169,128 @@ def test_what_was_shown_of_a_beginning_never_changes(seed):
         assert (before.ids if before else []) + rest.ids == list(said)
 
 
-def test_an_engine_that_fails_cuts_the_stream():
+async def cut(path, end):
+    """Return the last event of a stream that `end(client, wait)` ends in the middle, the session,
+    and how often the engine was cancelled."""
+    engine = Speaker(tokenizer(), "never whole")
+    async with session_of(engine) as client:
+        wait = asyncio.get_running_loop().create_future()
+        engine.may_answer.wait = lambda: wait
+        engine.so_far = 2
+        async with stream(client, path) as response:
+            event = None
+            async for event in events_of(response):
+                if text_of(event):
+                    end(client, wait)
+        return event, client.session, engine.cancelled
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_stream_whose_session_ends_says_so(path, caplog):
+    """In one event, and without a traceback in the log."""
+
+    def closing(client, _):
+        client.gateway.close(client.session)
+
+    event, session, cancelled = asyncio.run(asyncio.wait_for(cut(path, closing), 60))
+    assert event["error"]["message"] == "the session is closed" and cancelled == 1
+    assert session.record.nodes[0].state is State.ABORTED
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_stream_whose_engine_fails_says_so():
+    died = EngineDied("it died")
+
+    def failing(_, wait):
+        if not wait.done():
+            wait.set_exception(died)
+
+    event, session, _ = asyncio.run(asyncio.wait_for(cut("messages", failing), 60))
+    assert event == {"type": "error", "error": {"type": "api_error", "message": "it died"}}
+    assert session.failed.exception() is died
+    assert session.record.nodes[0].state is State.ABORTED
+
+
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_clients_raise_what_such_a_stream_says(package):
     async def talk():
         engine = Speaker(tokenizer(), "never whole")
-        died = EngineDied("it died")
         async with session_of(engine) as client:
-            wait = asyncio.get_running_loop().create_future()
-            engine.may_answer.wait = lambda: wait
+            engine.may_answer.clear()
             engine.so_far = 2
-            with pytest.raises(httpx.RemoteProtocolError):
-                async with stream(client, "messages") as response:
-                    async for event in events_of(response):
-                        if text_of(event):
-                            wait.set_exception(died)
-            return client.session.failed.exception() is died, client.session.record.nodes[0]
+            url, key = client.session.base_url, client.session.token
+            asked = {"model": "m", "messages": [user("u")], "stream": True}
+            if package == "openai":
+                api = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+                answer = await api.chat.completions.create(**asked)
+            else:
+                anthropic = pytest.importorskip("anthropic")
+                url = url.removesuffix("/v1")
+                api = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+                answer = await api.messages.create(**asked, max_tokens=50)
+            async for _ in answer:
+                client.gateway.close(client.session)
 
-    is_known, node = asyncio.run(asyncio.wait_for(talk(), 60))
-    assert is_known and node.state is State.ABORTED
+    with pytest.raises(Exception, match="the session is closed") as raised:
+        asyncio.run(asyncio.wait_for(talk(), 60))
+    assert type(raised.value).__module__.startswith(package)
+
+
+def test_the_text_of_growing_tokens_is_that_of_all_of_them():
+    """Characters that are split over tokens, bytes that are none, special tokens."""
+    rng = random.Random(0)
+    tokens = tokenizer()
+    words = ["é", "🦩", " a", "<|im_end|>", "\n", "b", "  "]
+    for _ in range(200):
+        ids = tokens.encode("".join(rng.choices(words, k=12)))
+        ids += rng.choices(range(len(tokens)), k=rng.randrange(6))  # mostly no characters
+        ids += tokens.encode("".join(rng.choices(words, k=4)))
+        growing = dialect.GrowingText(lambda part: tokens.decode(part, skip_special_tokens=True))
+        end = 0
+        while end < len(ids):
+            end = min(len(ids), end + rng.randrange(1, 6))
+            whole = tokens.decode(ids[:end], skip_special_tokens=True)
+            assert growing.of(ids[:end]) == whole
+
+
+def test_growing_text_of_a_tokenizer_that_leaves_out_the_first_space():
+    said = ["▁a", "b", "▁c", "▁", "▁d", ".", "▁e"]
+
+    def decode(part):
+        return "".join(part).replace("▁", " ").removeprefix(" ")
+
+    growing = dialect.GrowingText(decode)
+    assert [growing.of(said[:n]) for n in range(8)] == [decode(said[:n]) for n in range(8)]
+
+
+def test_a_stream_decodes_each_token_a_few_times():
+    tokens = tokenizer()
+    said = "a few words " * 30
+    count = len(tokens.encode(said))
+    decoded = 0
+    decode = tokens.decode
+
+    def counting(ids, **options):
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids, **options)
+
+    async def talk():
+        engine = Speaker(tokens, said)
+        async with session_of(engine) as client:
+            client.session.sampling = replace(client.session.sampling, max_tokens=count + 1)
+            engine.may_answer.clear()
+            engine.so_far = 1
+            tokens.decode = counting
+            async with stream(client, "chat/completions", logprobs=True) as response:
+                async for event in events_of(response):
+                    if text_of(event):
+                        engine.so_far += 1
+                    if engine.so_far == count:
+                        engine.may_answer.set()
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
+    assert count > 250 and decoded < 8 * count
 
 
 def test_an_answer_is_recorded_although_its_client_never_reads():

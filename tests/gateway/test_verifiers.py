@@ -17,6 +17,7 @@ import pytest
 from tests.envs.test_chat import QWEN, tokenizer_of
 from tests.gateway.speaker import Speaker
 from verlite.contracts import verifiers as contract
+from verlite.gateway import agents as agents_module
 from verlite.gateway import verifiers
 from verlite.gateway.agents import Agents, Task
 from verlite.gateway.program import ProgramError
@@ -75,8 +76,9 @@ def test_the_training_client_sends_tokens():
     assert one.score is not None and one.score.parts["letters"] == len(str(one.response_ids))
 
 
-def test_one_process_serves_all_samples_at_few_addresses():
+def test_one_process_serves_all_samples_at_few_addresses(monkeypatch):
     """verifiers keeps a client per address, so a finished sample's is used again."""
+    monkeypatch.setattr(agents_module, "REST_S", 0.0)
 
     async def main(agents):
         many = [await sampled(agents, *[task_of(ASK)] * 2) for _ in range(4)]
@@ -88,7 +90,39 @@ def test_one_process_serves_all_samples_at_few_addresses():
     engine, (good, (failed,), starts, addresses) = run(main, *["330"] * 10)
     assert all(one.status is Status.DONE for group in good for one in group)
     assert failed.status is Status.ERROR and starts == 1
-    assert len({name for name, _ in addresses}) == len(addresses) == 2
+    assert len({place for _, place in addresses}) == len(addresses) == 2
+
+
+def test_an_address_rests_before_it_is_used_again(monkeypatch):
+    """A late request of the sample that had it must not reach another sample's session."""
+    seen = []
+
+    class Environment:
+        """Notes addresses."""
+
+        async def __aenter__(self):
+            pass
+
+        async def __aexit__(self, *error):
+            pass
+
+        async def run(self, row, session, log):
+            seen.append(session.base_url)
+            await asyncio.sleep(0)
+            return {"score": 1.0}
+
+    async def inside():
+        agents = Agents(spec_of(), Speaker(tokenizer_of(QWEN)), 1000, {}, STAND_IN)
+        agents.environment = Environment()
+        async with agents:
+            for limit, count in ((1e9, 2), (0.0, 2), (0.0, 1), (0.0, 1), (1e9, 1), (1e9, 1)):
+                monkeypatch.setattr(agents_module, "REST_S", limit)
+                await sampled(agents, *[task_of()] * count)
+
+    asyncio.run(inside())
+    a, b, *again, c, d = seen
+    assert again == [a, b, a, b]  # the one that has rested longest
+    assert len({a, b, c, d}) == 4
 
 
 FAILURES = {
@@ -160,6 +194,36 @@ def test_a_sample_that_takes_too_long_leaves_the_process_alone():
     _, ((late,), (good,), starts, open_results) = run(main, "330", timeout_s=1.0)
     assert late.error == "ProgramError: it did not end within agent.timeout_s=1"
     assert (good.status, starts, open_results) == (Status.DONE, 1, {})
+
+
+def test_a_cancel_right_behind_its_run_is_answered():
+    async def main(agents):
+        environment = agents.environment
+        ended = await environment.start()
+        result = environment._results[99] = asyncio.get_running_loop().create_future()
+        run = {"run": 99, "task": {"acts": []}, "base_url": "http://h/s/v1", "key": "k"}
+        lines = [json.dumps(one).encode() for one in (run, {"cancel": 99})]
+        await environment._process.send(b"\n".join(lines))
+        await asyncio.wait((result, ended), timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert result.done(), "it was not answered"
+        return result.result()
+
+    assert run(main)[1] == {"error": "Cancelled"}
+
+
+def test_a_hung_process_does_not_hold_up_a_sample_with_a_big_task(monkeypatch):
+    """It does not read: the pipe is full before the task is sent."""
+    monkeypatch.setattr(verifiers, "CANCEL_S", 1.0)
+
+    async def main(agents):
+        big = {"prompt": "a" * (8 << 20), "acts": []}
+        task = Task({"extra_info": {"task": json.dumps(big)}}, [1, 2], Sampling(max_tokens=100))
+        return await sampled(agents, task_of(("hang", 600)), task)
+
+    _, failed = run(main, timeout_s=2.0)
+    assert [one.error for one in failed] == [
+        "ProgramError: it did not end within agent.timeout_s=2"
+    ] * 2
 
 
 def test_a_process_that_hangs_is_replaced(monkeypatch):

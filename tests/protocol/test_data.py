@@ -1,5 +1,6 @@
 import pickle
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -353,6 +354,37 @@ def test_bytes_count_tensors_and_arrays_in_object_columns():
 def test_pickle_sends_only_the_rows_of_a_view():
     big = DataProto.from_dict({"x": torch.zeros(1000, 100)})
     assert len(pickle.dumps(big[10:12], protocol=5)) < 2000
+
+
+class Place(NamedTuple):
+    """As a reference to a row of a column (controller.columns)."""
+
+    chunk: str
+    row: int
+
+
+class Pair(NamedTuple):
+    """Another kind of as many fields."""
+
+    left: int
+    right: int
+
+
+def test_named_tuples_are_pickled_by_field_and_come_back_as_they_were():
+    places = [Place("c", i) for i in range(100)]
+    mixed = [Place("c", 0), Pair(1, 2), None, (1, 2)] * 25
+    two = [Place("c", 0), Pair(1, 2)] * 50
+    columns = {"a": places, "mixed": mixed, "two": two, "b": [(1, 2)] * 100}
+    data = DataProto.from_dict({}, columns)
+    again = pickle.loads(pickle.dumps(data))
+    for name in data.non_tensor_batch:
+        mine, theirs = data.non_tensor_batch[name], again.non_tensor_batch[name]
+        assert mine.tolist() == theirs.tolist() and theirs.dtype == object
+        assert list(map(type, mine)) == list(map(type, theirs))
+    none = pickle.loads(pickle.dumps(data[:0])).non_tensor_batch
+    assert {name: len(column) for name, column in none.items()} == dict.fromkeys(columns, 0)
+    only = DataProto.from_dict({}, {"a": places})
+    assert len(pickle.dumps(only, protocol=5)) < 1200  # a number for each row, no class
 
 
 def test_disk_round_trip_without_pickle(tmp_path):

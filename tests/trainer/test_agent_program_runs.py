@@ -31,6 +31,23 @@ print(json.dumps({"score": len(messages[-1]["content"]) / 4, "first": messages[1
 """Asks twice. Every fourth task fails, and another fourth has a second conversation of one turn."""
 
 
+KILLS = """
+import atexit, os, signal, time
+folder = {folder!r}
+atexit.register(lambda: open(os.path.join(folder, "ended-" + str(os.getpid())), "w").close())
+def kill_gateway():
+    "Once, when other programs have ended: the process of the gateway, whose grandchild this is."
+    while sum(name.startswith("ended") for name in os.listdir(folder)) < 4:
+        time.sleep(0.05)
+    try:
+        os.close(os.open(os.path.join(folder, "gone"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    with open("/proc/" + str(os.getppid()) + "/stat") as stat:
+        os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+"""
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
@@ -91,6 +108,31 @@ def test_samples_of_a_program_are_trained(built, tmp_path, mode):
         assert sample["score"] == pytest.approx(len(other) / 4)
         assert "?" in sample["transcript"][1][1]
     run.assert_nothing_left()
+
+
+def test_a_killed_gateway_costs_no_sample(built, tmp_path):
+    """The samples of its step are drawn again, with the tokens of a run that nothing disturbed, and
+    trained once."""
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    first = launch(built, tmp_path / "undisturbed")
+    killing = KILLS.format(folder=str(tmp_path)) + AGENT.replace(
+        "messages +=", "if task['extra_info']['index'] == 6:\n    kill_gateway()\nmessages +=", 1
+    )
+    (tmp_path / "agent.py").write_text(killing)
+    second = launch(
+        built, tmp_path / "killed", f"agent.command={sys.executable} {tmp_path}/agent.py"
+    )
+    assert (tmp_path / "gone").exists()
+    assert second.text().count("Started again in") == 1, second.text()
+    assert [line["perf/engine_restarts"] for line in second.metrics()] == [1, 0]
+    pair = [(run.run_dir / "rollouts" / "step_1.jsonl").read_text() for run in (first, second)]
+    one, other = [list(map(json.loads, text.splitlines())) for text in pair]
+    assert len(other) == 16
+    for sample, again in zip(one, other, strict=True):
+        for key in ("transcript", "score", "status", "error"):
+            assert sample[key] == again[key]
+    second.assert_nothing_left()
 
 
 def test_a_reward_function_may_score_them(built, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verlite.algorithms.balancing import workload
+from verlite.algorithms.balancing import karmarkar_karp, workload
 from verlite.config.plan import Micro, Updates
 from verlite.data.dataset import PromptRow
 from verlite.protocol.data import object_array
@@ -122,6 +122,53 @@ def test_rows_of_a_prompt_stay_on_a_rank_as_long_as_no_rank_waits(n_ranks, promp
     assert sorted(sum(ranks, [])) == list(range(32))
     assert {len(set(group[rows])) for rows in ranks} == {prompts_per_rank}
     assert {len(rows) for rows in ranks} == {32 // n_ranks}
+
+
+def naive_balance(numbers, costs, n_ranks, group, prompt):
+    """`balance_rows` row by row: halve the groups again and again, keep the best division."""
+
+    def cost(rows):
+        prompts = {group[row]: prompt[row] for row in rows}
+        own = (max(0, costs[row] - prompt[row]) for row in rows)
+        return sum(own) + sum(prompts.values())
+
+    ranks, load = [[] for _ in range(n_ranks)], [0] * n_ranks
+    for number in range(max(numbers) + 1):
+        rows = [row for row in range(len(numbers)) if numbers[row] == number]
+        units = [[row for row in rows if group[row] == one] for one in sorted(set(group))]
+        best = None
+        while units:
+            units = [unit for unit in units if unit]
+            divided = karmarkar_karp([cost(unit) for unit in units], n_ranks)
+            parts = [sorted(row for unit in part for row in units[unit]) for part in divided]
+            if best is None or max(map(cost, parts)) < max(map(cost, best)):
+                best = parts
+            if max(map(len, units), default=0) <= 1:
+                break
+            middles = [(len(unit) + 1) // 2 for unit in units]
+            pairs = zip(units, middles, strict=True)
+            units = [half for unit, m in pairs for half in (unit[:m], unit[m:])]
+        free = sorted(range(n_ranks), key=lambda rank: load[rank])
+        for rank, part in zip(free, sorted(best or [], key=lambda part: -cost(part)), strict=False):
+            ranks[rank] += part
+            load[rank] += cost(part)
+    return ranks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_balancing_equals_the_division_row_by_row(seed):
+    rng = np.random.default_rng(seed)
+    count, n_ranks = int(rng.integers(1, 50)), int(rng.integers(1, 9))
+    numbers = rng.integers(0, rng.integers(1, 4), count)
+    group = rng.integers(0, max(1, count // 4), count)
+    prompt = rng.integers(0, 500, count)[group]
+    answers = rng.integers(1, 900, count) if seed % 2 else np.full(count, 100)
+    costs = (prompt + answers) // (1 + seed % 3)  # branches that repeat a prompt cost less
+    found = balance_rows(torch.from_numpy(numbers), costs, n_ranks, True, Shared(group, prompt))
+    assert found == naive_balance(numbers.tolist(), costs, n_ranks, group.tolist(), prompt)
+    alone = balance_rows(torch.from_numpy(numbers), costs, n_ranks, True)
+    each, none = list(range(count)), [0] * count
+    assert alone == naive_balance(numbers.tolist(), costs, n_ranks, each, none)
 
 
 def test_the_cost_of_a_row_is_that_of_its_sequences():

@@ -51,26 +51,27 @@ def karmarkar_karp(
     if k == 1 or n == 0:
         return [list(range(n))] + [[] for _ in range(k - 1)]
 
-    items = np.argsort(-w, kind="stable").tolist()
+    descending = np.argsort(-w, kind="stable").tolist()
     seed_size = k if equal_size else 1
     # States that are lists: the items, largest first.
     lists: dict[int, list[int]] = {}
     # Full states: k sums in descending order.
     sums: dict[int, np.ndarray] = {}
-    # Full states that were lists: the item in each slot, in the order of the sums; -1 if empty.
+    # Full states that were lists: their items in the order of the sums. Other slots are empty.
     slots: dict[int, np.ndarray] = {}
-    # Merged states: left state, its slot for each slot, right state, its slot for each slot.
-    merges: dict[int, tuple[int, np.ndarray, int, np.ndarray]] = {}
+    # Merged states: left state, right state, and the left one's slot for each slot.
+    merges: dict[int, tuple[int, int, np.ndarray]] = {}
     # (minus the difference between largest and smallest sum, state)
     heap: list[tuple[float, int]] = []
 
     def fill(state: int) -> None:
         """Convert a list into a full state."""
         if state in lists:
-            members = np.array(lists.pop(state) + [-1] * k)[:k]
-            member_weights = np.where(members >= 0, w[members], 0.0)
+            members = np.array(lists.pop(state))
+            member_weights = w[members]
             order = np.argsort(-member_weights, kind="stable")
-            sums[state] = member_weights[order]
+            sums[state] = np.zeros(k)
+            sums[state][: len(members)] = member_weights[order]
             slots[state] = members[order]
 
     def push(state: int) -> None:
@@ -84,7 +85,7 @@ def karmarkar_karp(
         heapq.heappush(heap, (-float(difference), state))
 
     for state, start in enumerate(range(0, n, seed_size)):
-        lists[state] = items[start : start + seed_size]
+        lists[state] = descending[start : start + seed_size]
         push(state)
     newest = len(heap)
     while len(heap) > 1:
@@ -100,28 +101,28 @@ def karmarkar_karp(
         joined = sums.pop(left) + sums.pop(right)[::-1]
         order = np.argsort(-joined, kind="stable")
         sums[newest] = joined[order]
-        merges[newest] = (left, order, right, k - 1 - order)
+        merges[newest] = left, right, order.astype(np.int32)
         push(newest)
         newest += 1
 
     last = heap[0][1]
     fill(last)
-    parts: list[list[int]] = [[] for _ in range(k)]
+    part_of = np.empty(n, dtype=np.int64)
     # A state, and the final part of each of its slots.
     pending = [(last, np.arange(k))]
     while pending:
         state, part = pending.pop()
         if state in slots:
-            for item, p in zip(slots[state].tolist(), part.tolist(), strict=True):
-                if item >= 0:
-                    parts[p].append(item)
+            part_of[slots[state]] = part[: len(slots[state])]
             continue
-        left, left_slots, right, right_slots = merges[state]
-        for child, child_slots in ((left, left_slots), (right, right_slots)):
+        left, right, order = merges[state]
+        for child, child_slots in ((left, order), (right, k - 1 - order)):
             child_part = np.empty(k, dtype=np.int64)
             child_part[child_slots] = part
             pending.append((child, child_part))
-    return [sorted(part) for part in parts]
+    by_part = np.argsort(part_of, kind="stable")
+    bounds = np.bincount(part_of, minlength=k).cumsum()[:-1]
+    return [items.tolist() for items in np.split(by_part, bounds)]
 
 
 def micro_batches_by_tokens(

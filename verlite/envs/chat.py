@@ -4,6 +4,7 @@ The sampled token ids stay as they are. The text that the template writes betwee
 assistant is taken from a conversation with made-up words of the assistant, and appended.
 """
 
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,10 @@ class TemplateError(ValueError):
     """A chat template cannot render a conversation, or not continue it by appending text."""
 
 
+class TextTooLong(ValueError):
+    """A text has more characters than are encoded."""
+
+
 class Chat:
     """A tokenizer's chat template, with the tools and options of one kind of conversation."""
 
@@ -34,6 +39,7 @@ class Chat:
         tokenizer: Any,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        longest: float = math.inf,
     ) -> None:
         """Prepare; nothing is rendered yet.
 
@@ -41,6 +47,7 @@ class Chat:
             tokenizer: a tokenizer with a chat template.
             tools: JSON schemas of the tools.
             template_kwargs: data.apply_chat_template_kwargs.
+            longest: characters that `encode_messages` encodes, at most.
 
         Raises:
             TemplateError: the tokenizer has no chat template.
@@ -51,6 +58,7 @@ class Chat:
                 "set model.custom_chat_template"
             )
         self._tokenizer = tokenizer
+        self._longest = longest
         self._options = ({"tools": list(tools)} if tools else {}) | dict(template_kwargs or {})
         added = tokenizer.added_tokens_decoder.values()
         self._special = [str(token) for token in added if token.special]
@@ -109,8 +117,11 @@ class Chat:
 
         Raises:
             TemplateError: the template does not write texts with special tokens as they are.
+            TextTooLong: the text is longer than `longest`.
         """
         text = write(messages)
+        if len(text) > self._longest:
+            raise TextTooLong(len(text))
         number = next(n for n in count() if f"gizmo{n}x" not in text)
         begin, end = f"begin gizmo{number}x", f"end gizmo{number}x"
         marked = self._marked([*messages], begin, end)

@@ -39,7 +39,10 @@ OURS = ("metadata",)
 """Fields of actions and observations that are not for the model."""
 RESET = "reset"
 """Entry of a row's extra_info: parameters of `reset`."""
-_FENCE = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
+HEALTH_S = 10.0
+"""How long a command's server that was late may take to answer /health. After that it hangs."""
+_OPENING = re.compile(r"```(?:json)?\s*(?=\{)")
+_CLOSING = re.compile(r"(?<=\})\s*```")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 ToAction = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
@@ -80,27 +83,60 @@ def action_of(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         ValueError: there is no action in it.
     """
     text = text.rpartition("</think>")[2].strip()
-    fields = {n: f for n, f in (schema.get("properties") or {}).items() if n not in OURS}
-    fenced = _FENCE.findall(text)
+    kinds = [
+        {n: f for n, f in (kind.get("properties") or {}).items() if n not in OURS}
+        for kind in _options(schema, schema)
+    ]
+    fields = {name: field for kind in kinds for name, field in kind.items()}
     try:
-        value = json.loads(fenced[-1] if fenced else text)
+        value = json.loads(_fenced(text) or text)
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, dict) and (not fields or set(value) <= set(fields)):
+    if isinstance(value, dict) and any(not kind or set(value) <= set(kind) for kind in kinds):
         return value
-    required = [name for name in schema.get("required") or () if name in fields]
-    names = required or list(fields)
+    required = {name for kind in _options(schema, schema) for name in kind.get("required") or ()}
+    names = [name for name in fields if name in required] or list(fields)
     if len(names) == 1 and not isinstance(value, dict):
-        found = _value(text, fields[names[0]])
-        if found is not None:
-            return {names[0]: found}
+        for option in _options(fields[names[0]], schema):
+            found = _value(text, option)
+            if found is not None:
+                return {names[0]: found}
     raise ValueError(
         "write one JSON object with " + (", ".join(map(repr, fields)) or "the fields of an action")
     )
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _fenced(text: str) -> str:
+    """Return the last JSON object in a fence, "" without. In linear time."""
+    found, end = "", 0
+    while (begin := _OPENING.search(text, end)) and (close := _CLOSING.search(text, begin.end())):
+        found, end = text[begin.end() : close.start()], close.end()
+    return found
+
+
+def _options(
+    field: Mapping[str, Any], schema: Mapping[str, Any], depth: int = 8
+) -> list[Mapping[str, Any]]:
+    """Return the schemas that a field may have, in their order: `$ref` is followed, and each of
+    `anyOf`, `oneOf` and `allOf` is one. depth: how many of them inside each other."""
+    parts = [part for kind in ("anyOf", "oneOf", "allOf") for part in field.get(kind) or ()]
+    if "$ref" in field:
+        parts = [(schema.get("$defs") or {}).get(str(field["$ref"]).rpartition("/")[2]) or {}]
+    if not depth or not parts or "properties" in field:
+        return [field]
+    return [option for part in parts for option in _options(part, schema, depth - 1)]
+
+
 def _value(text: str, field: Mapping[str, Any]) -> Any:
     """Return the value of a field in a text; None if there is none."""
+    if "const" in field:
+        field = {"enum": [field["const"]]}
     if "enum" in field:
         choices = {str(choice): choice for choice in field["enum"]}
         longest_first = sorted(map(re.escape, choices), key=len, reverse=True)
@@ -191,6 +227,7 @@ class OpenEnv(EnvFactory):
         self._memory_gb = memory_gb
         self._stack = AsyncExitStack()
         self._program: OwnProcess | None = None
+        self._ended: asyncio.Future[None] | None = None
         self._schema: Mapping[str, Any] | None = None
 
     async def __aenter__(self) -> Self:
@@ -200,22 +237,24 @@ class OpenEnv(EnvFactory):
         self._http = await self._stack.enter_async_context(
             aiohttp.ClientSession(timeout=limits, connector=connector)
         )
+        self._url = str(self._base)
         if self._words:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            words = [word.replace("{port}", str(port)) for word in self._words]
-            self._url = f"http://127.0.0.1:{port}"
+            limit = self._memory_gb
             self._program = await self._stack.enter_async_context(
-                OwnProcess(words, self._answers, start_s=self._start_s, memory_gb=self._memory_gb)
+                OwnProcess(self._command, self._answers, start_s=self._start_s, memory_gb=limit)
             )
-        else:
-            self._url = str(self._base)
         return self
+
+    def _command(self) -> list[str]:
+        """Return the command with a free port. Another program may take it first; then the server
+        does not start, and the next start has another one."""
+        port = _free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        return [word.replace("{port}", str(port)) for word in self._words]
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
-        self._program = None
+        self._program = self._ended = None
 
     async def check(self) -> str | None:
         """Read the server's schema. A command is started for it. Raises ToolError."""
@@ -277,7 +316,7 @@ class OpenEnv(EnvFactory):
         """Start the command if it does not run. Return the schema of the actions."""
         if self._program is not None:
             try:
-                await self._program.running()
+                self._ended = await self._program.running()
             except ProcessEnded as error:
                 raise EnvironmentLost(f"env.openenv: {error}") from error
         if self._schema is None:
@@ -306,6 +345,20 @@ class OpenEnv(EnvFactory):
         except (aiohttp.ClientError, ValueError) as error:
             raise EnvironmentLost(f"{self._url}{path}: {_words(error)}") from error
 
+    async def end_if_it_hangs(self, ended: "asyncio.Future[None] | None") -> None:
+        """End a command that was late, unless it answers /health. The next sample starts it again.
+
+        ended: of the command that was late.
+        """
+        if self._program is None or ended is None or ended.done():
+            return
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await self._get("/health")
+        except (ToolError, TimeoutError):
+            if not ended.done():
+                await self._program.end(f"it hangs: no answer to /health within {HEALTH_S:g} s")
+
     def late(self, what: str) -> EnvironmentTimeout:
         """Return the error for an answer that did not come."""
         return EnvironmentTimeout(
@@ -326,6 +379,7 @@ class _Episode:
         self._server = server
         self._reset = reset
         self._schema: Mapping[str, Any] | None = None
+        self._ended: asyncio.Future[None] | None = None
         self._socket: Any = None
         self.reset_reward = 0.0
         self.is_scored = False
@@ -339,6 +393,7 @@ class _Episode:
     async def reset(self) -> str:
         """Begin. Return the first observation as text. Raises ToolError."""
         self._schema = await self._server._ready()
+        self._ended = self._server._ended
         result = await self.ask(RESET, self._reset)
         self.reset_reward = self._reward(result)
         return self._server._to_text(result["observation"])
@@ -385,6 +440,7 @@ class _Episode:
                 async with asyncio.timeout(server._timeout_s):
                     answer = await self._exchange({"type": kind, "data": data})
             except TimeoutError as error:
+                await server.end_if_it_hangs(self._ended)
                 raise server.late(kind) from error
             except (aiohttp.ClientError, OSError, TypeError) as error:
                 raise EnvironmentLost(f"{server._url}/ws: {_words(error)}") from error

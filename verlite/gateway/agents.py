@@ -7,6 +7,7 @@ model wrote is trained once.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
@@ -20,6 +21,9 @@ from verlite.rollout.types import Completion, Engine, EngineError, Status, Task,
 from verlite.spec.roles import AgentSpec
 from verlite.terminal import clean
 
+REST_S = 30.0
+"""How long the address of a closed session is not used again: a late request must not reach the
+session of another sample."""
 UNASKED = (
     "The model never answered it: its client must use OPENAI_BASE_URL and OPENAI_API_KEY, or "
     "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, of its environment"
@@ -57,10 +61,10 @@ class Agents:
         if spec.preload and spec.command is not None:
             self._forks = Forks(spec, folder)
         self._places = asyncio.Semaphore(spec.max_processes)
-        self._addresses: list[tuple[str, str]] = []
-        """Of sessions that were closed. verifiers keeps a client for each address that it was
-        given, so addresses are used again, but those of failed samples, which something may still
-        use."""
+        self._addresses: deque[tuple[float, tuple[str, str]]] = deque()
+        """Of sessions that were closed, and when, oldest first. verifiers keeps a client for each
+        address that it was given, so addresses are used again, but those of failed samples, which
+        something may still use."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -89,13 +93,15 @@ class Agents:
         async with self._places:
             waits_for("the program")
             began = time.monotonic()
-            place = self._addresses.pop() if self._addresses else None
+            place = None
+            if self._addresses and self._addresses[0][0] <= began - REST_S:
+                _, place = self._addresses.popleft()
             session = self._gateway.open(task.sampling, waits_for, place)
             score, error, log = None, None, bytearray()
             try:
                 score = await self._run(task, session, log)
                 if self.environment is not None:
-                    self._addresses.append((session.id, session.token))
+                    self._addresses.append((time.monotonic(), (session.id, session.token)))
             except (ProgramError, BadReturn, RuntimeError) as caught:
                 if isinstance(caught, EngineError):
                     raise

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fastapi import HTTPException
+
 from verlite.envs.calculator import CALL
 from verlite.files import parse_foreign_json
 from verlite.gateway.conversation import Node
@@ -36,11 +38,11 @@ Said = Mapping[int, list[Json]]
 """Messages up to each answer that requests can name, and its own, by its node's number."""
 
 
-class Refused(ValueError):
+class Refused(HTTPException):
     """A request that cannot be answered. The message names the field, the value and the rule."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(400, message)
         self.code = code
         """OpenAI's name of the error, where it has one."""
 
@@ -265,6 +267,25 @@ def _canonical(value: Any) -> str:
 
 
 # Answers
+
+
+class GrowingText:
+    """The text of an answer while it grows. Only the newest tokens are decoded each time."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._text = ""  # of the first `_end` tokens: whole characters
+        self._begin = self._end = 0
+
+    def of(self, ids: Sequence[int]) -> str:
+        """Return the text of all tokens so far. ids: those of the last call, and new ones."""
+        # Decoded after those before them: some tokenizers leave out the space in front of the
+        # first one.
+        known, text = self._decode(ids[self._begin : self._end]), self._decode(ids[self._begin :])
+        whole = self._text + text[len(known) :]
+        if len(text) > len(known) and not text.endswith("\ufffd"):
+            self._text, self._begin, self._end = whole, self._end, len(ids)
+        return whole
 
 
 def choice(

@@ -60,13 +60,14 @@ def read_generate(body: Json, said: Said) -> Asked:
     sampling = dialect.read_object(body, "sampling_params")
     dialect.refuse(sampling, ("ignore_eos", "min_tokens", "bad_words", "structured_outputs"))
     own = ("stop_token_ids", "skip_special_tokens", "max_tokens", "routed_experts_prompt_start")
+    unused = dict.fromkeys(("logprobs", "stream", "include_usage", "return_token_ids"), False)
     return Asked(
         messages=[],
         prompt=prompt,
-        **_common({"max_tokens": 16} | sampling, "max_tokens") | {"logprobs": False},
+        **_common({"max_tokens": 16} | sampling, "max_tokens") | unused,
         ignored=(
             *dialect.ignored(body, ("token_ids", "sampling_params", "return_token_ids")),
-            *dialect.ignored(sampling, (*own, *_COMMON), "sampling_params."),
+            *dialect.ignored(sampling, (*own, "stop", "n", "logprobs"), "sampling_params."),
         ),
     )
 

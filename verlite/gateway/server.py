@@ -17,6 +17,7 @@ arrives, before it waits for its turn: it cannot continue an answer that was not
 """
 
 import asyncio
+import functools
 import json
 import logging
 import resource
@@ -32,10 +33,19 @@ from typing import Any, Self, TypeVar
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from verlite.envs.chat import Chat, TemplateError, encode
+from verlite.envs.chat import Chat, TemplateError, TextTooLong, encode
 from verlite.gateway.anthropic import MESSAGES
 from verlite.gateway.conversation import Match, Node, Session
-from verlite.gateway.dialect import Asked, Choice, Dialect, Json, Refused, choice
+from verlite.gateway.dialect import (
+    Asked,
+    Choice,
+    Dialect,
+    GrowingText,
+    Json,
+    Refused,
+    choice,
+    event,
+)
 from verlite.gateway.openai import CHAT, COMPLETIONS, GENERATE, write_models
 from verlite.gateway.responses import RESPONSES
 from verlite.http.server import GONE, application, bind, parse_object, read_body, serving, url
@@ -136,6 +146,7 @@ class Gateway:
         self._sessions: dict[str, OpenSession] = {}
         self._address = ""
         self._encoder = ThreadPoolExecutor(1, "encoder")
+        self._text_of_token = functools.cache(lambda token: str(engine.tokenizer.decode([token])))
         self._warned: set[str] = set()
         self._looking: asyncio.Task[dict[Any, Completion]] | None = None
         self._stack = AsyncExitStack()
@@ -188,12 +199,8 @@ class Gateway:
 
         @app.exception_handler(HTTPException)
         async def explain(request: Request, error: HTTPException) -> Response:
-            body = _dialect(request.url.path).error(str(error.detail), error.status_code, None)
+            body = _error(_dialect(request.url.path), error)
             return JSONResponse(body, error.status_code, error.headers)
-
-        @app.exception_handler(Refused)
-        async def refuse(request: Request, error: Refused) -> Response:
-            return JSONResponse(_dialect(request.url.path).error(str(error), 400, error.code), 400)
 
         @app.get("/sessions/{name}/v1/models")
         async def models(name: str, request: Request) -> Any:
@@ -248,7 +255,8 @@ class Gateway:
         growing = self._growing(session, asked, nodes, sampling.stop, answer)
         events = dialect.events(asked, growing, created)
         first = await _unless_gone(request, asyncio.ensure_future(anext(events)))
-        return StreamingResponse(_after(first, events), media_type="text/event-stream")
+        stream = _after(first, events, dialect)
+        return StreamingResponse(stream, media_type="text/event-stream")
 
     def _sampling(self, session: OpenSession, asked: Asked, prompt: int) -> Sampling:
         """Return how a request with so many tokens is answered. Raises Refused."""
@@ -271,24 +279,25 @@ class Gateway:
     async def _encode(self, session: OpenSession, asked: Asked) -> tuple[Match, list[int], bool]:
         """Return what a request continues, its new tokens, and whether the chat template would
         write earlier messages in another way. Raises Refused."""
-        said = [message["content"] for message in asked.messages if message["role"] != "assistant"]
-        characters = sum(map(len, [*said, asked.prompt if isinstance(asked.prompt, str) else ""]))
-        if characters > self._characters:  # encoding them would hold up all sessions
-            session.refused += 1
-            raise Refused(
-                f"the context has {characters} characters, more than {self._longest} tokens can "
-                "have (data.max_prompt_length + data.max_response_length)",
-                LENGTH,
-            )
         record = session.record
-        if not asked.messages:
+        try:
+            if asked.messages:
+                match = record.match(asked.keys, asked.continues)
+                return match, *await self._in_thread(self._encode_chat, asked, match)
             ids = asked.prompt
             if isinstance(ids, str):
+                if len(ids) > self._characters:
+                    raise TextTooLong(len(ids))
                 ids = await self._in_thread(encode, self._engine.tokenizer, ids)
-            match = record.match_tokens(ids)
-            return match, ids[match.known :] if match.parent else ids, False
-        match = record.match(asked.keys, asked.continues)
-        return match, *await self._in_thread(self._encode_chat, asked, match)
+        except TextTooLong as error:  # encoding it would hold up all sessions
+            session.refused += 1
+            raise Refused(
+                f"the text to encode has {error} characters, more than {self._longest} tokens can "
+                "have (data.max_prompt_length + data.max_response_length)",
+                LENGTH,
+            ) from None
+        match = record.match_tokens(ids)
+        return match, ids[match.known :] if match.parent else ids, False
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
@@ -298,7 +307,7 @@ class Gateway:
         Refused."""
         try:
             options = self._template_kwargs | asked.template_kwargs
-            chat = Chat(self._engine.tokenizer, asked.tools, options)
+            chat = Chat(self._engine.tokenizer, asked.tools, options, self._characters)
             rewritten = False
             if match.parent is not None:
                 try:
@@ -357,7 +366,8 @@ class Gateway:
                 session.waits_for("the program")
         choices = []
         for node, completion in zip(nodes, completions, strict=True):
-            found = self._choice(asked, sampling.stop, node, completion)
+            text = self._text(completion.ids)
+            found = self._choice(asked, sampling.stop, node, completion, text)
             choices.append(found)
             session.record.answer(
                 node,
@@ -383,6 +393,7 @@ class Gateway:
         """Yield each choice with its number, whenever its text has grown, and at last whole. Raises
         what `_answer` does."""
         shown = [""] * len(nodes)
+        texts = [GrowingText(self._text) for _ in nodes]
         try:
             while not answer.done():
                 look = self._look()
@@ -390,7 +401,8 @@ class Gateway:
                 for index, node in enumerate(nodes if look.done() else ()):
                     completion = look.result().get((session.id, node.number))
                     if completion is not None and not answer.done():
-                        found = self._choice(asked, stop, node, completion)
+                        text = texts[index].of(completion.ids)
+                        found = self._choice(asked, stop, node, completion, text)
                         if found.content != shown[index]:
                             shown[index] = found.content
                             yield index, found
@@ -413,11 +425,11 @@ class Gateway:
             return {}
 
     def _choice(
-        self, asked: Asked, stop: Sequence[str], node: Node, completion: Completion
+        self, asked: Asked, stop: Sequence[str], node: Node, completion: Completion, text: str
     ) -> Choice:
         shown = completion.ids if asked.logprobs else []
-        tokens = [str(self._engine.tokenizer.decode([token])) for token in shown]
-        return choice(asked, node, completion, self._text(completion.ids), tokens, stop)
+        tokens = list(map(self._text_of_token, shown))
+        return choice(asked, node, completion, text, tokens, stop)
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._engine.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -445,10 +457,17 @@ async def _unless_gone(request: Request, waited: "asyncio.Future[T]") -> T:
         gone.cancel()
 
 
-async def _after(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _after(first: str, events: AsyncIterator[str], dialect: Dialect) -> AsyncIterator[str]:
     yield first
-    async for event in events:
-        yield event
+    try:
+        async for one in events:
+            yield one
+    except HTTPException as error:  # clients raise an exception when they read it
+        yield event(_error(dialect, error), "error")
+
+
+def _error(dialect: Dialect, error: HTTPException) -> Json:
+    return dialect.error(str(error.detail), error.status_code, getattr(error, "code", None))
 
 
 def _dialect(path: str) -> Dialect:

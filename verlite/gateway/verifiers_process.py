@@ -19,6 +19,7 @@ until the input ends. Whatever the environment prints goes to the standard error
 """
 
 import asyncio
+import functools
 import json
 import os
 import sys
@@ -54,7 +55,7 @@ def load(settings: Json) -> Any:
         sys.exit(f"the environment {settings['environment']} cannot be loaded: {explain(error)}")
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """Return an exception in one line."""
     if hasattr(error, "errors") and hasattr(error, "title"):  # pydantic's, of several lines
         parts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
@@ -88,7 +89,7 @@ class Server:
         self._env = env
         self._settings = settings
         self._events = events
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, asyncio.Task[Json]] = {}
 
     def report(self, **event: Any) -> None:
         line = json.dumps(event).encode() + b"\n"
@@ -112,20 +113,21 @@ class Server:
                         task.cancel()
                     continue
                 number = request["run"]
-                task = asyncio.create_task(self._run(number, request))
+                task = asyncio.create_task(self._episode(request))
                 self._running[number] = task
+                task.add_done_callback(functools.partial(self._ended, number))
             for task in list(self._running.values()):
                 task.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _run(self, number: int, request: Json) -> None:
-        try:
-            result = await self._episode(request)
-        except asyncio.CancelledError:
+    def _ended(self, number: int, task: asyncio.Task[Json]) -> None:
+        del self._running[number]
+        if task.cancelled():  # perhaps before it began
             result = {"error": "Cancelled"}
-        except Exception as error:  # a task that does not fit, for example
+        elif (error := task.exception()) is not None:  # of a task that does not fit, for example
             result = {"error": explain(error)}
-        self._running.pop(number, None)
+        else:
+            result = task.result()
         self.report(done=number, **result)
 
     async def _episode(self, request: Json) -> Json:

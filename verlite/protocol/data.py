@@ -22,6 +22,7 @@ functions for batches: `pad_dataproto_to_divisor`, `fold_batch_dim` and their in
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -261,7 +262,7 @@ class DataProto(VerlVerbs):
         return {
             "rows": len(self),
             "tensors": {name: _to_numpy(tensor) for name, tensor in self.tensors().items()},
-            "non_tensor_batch": self.non_tensor_batch,
+            "non_tensor_batch": {n: _by_field(c) for n, c in self.non_tensor_batch.items()},
             "meta_info": self.meta_info,
         }
 
@@ -270,7 +271,8 @@ class DataProto(VerlVerbs):
             name: _from_numpy(array, dtype) for name, (array, dtype) in state["tensors"].items()
         }
         object.__setattr__(self, "batch", _tensordict(tensors, state["rows"]))
-        object.__setattr__(self, "non_tensor_batch", state["non_tensor_batch"])
+        columns = {name: _by_row(column) for name, column in state["non_tensor_batch"].items()}
+        object.__setattr__(self, "non_tensor_batch", columns)
         object.__setattr__(self, "meta_info", state["meta_info"])
 
     def save_to_disk(self, folder: str | Path) -> None:
@@ -396,6 +398,22 @@ def _pick(columns: Mapping[str, Any], names: Sequence[str] | None, kind: str) ->
     if missing:
         raise KeyError(f"{kind} has no {missing}; it has {sorted(columns)}")
     return {name: columns[name] for name in names}
+
+
+def _by_field(column: np.ndarray) -> np.ndarray | tuple[Any, list[tuple[Any, ...]]]:
+    """Return a column of one kind of NamedTuple as (the class, a tuple per field), which is pickled
+    in a tenth of the time. Another column stays as it is."""
+    kinds = set(map(type, column))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    return (kind, list(zip(*column, strict=True))) if hasattr(kind, "_fields") else column
+
+
+def _by_row(column: np.ndarray | tuple[Any, list[tuple[Any, ...]]]) -> np.ndarray:
+    """Undo `_by_field`."""
+    if isinstance(column, np.ndarray):
+        return column
+    kind, fields = column
+    return object_array([*map(partial(tuple.__new__, kind), zip(*fields, strict=True))])
 
 
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

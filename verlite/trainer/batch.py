@@ -1,7 +1,8 @@
 """Build a step's batch: requests for the rollout, and assignment of rows to updates and ranks."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,8 +74,9 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> Metri
     min, max, minmax_diff and mean are for consecutive rows; balanced_min and balanced_max are for
     this assignment.
     """
-    plain = [int(part.sum()) for part in lengths.tensor_split(len(assignment))]
-    balanced = [int(lengths[rows].sum()) for rows in assignment]
+    tokens = lengths.numpy()
+    plain = [int(part.sum()) for part in np.array_split(tokens, len(assignment))]
+    balanced = [int(tokens[rows].sum()) for rows in assignment]
     values = {
         "min": min(plain),
         "max": max(plain),
@@ -86,8 +88,7 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> Metri
     return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """What the rows of a prompt have in common.
 
     group: [B] number of each row's prompt.
@@ -118,50 +119,77 @@ def balance_rows(
     """
     if not balance:
         return [part.tolist() for part in torch.arange(len(mini_batch_index)).tensor_split(n_ranks)]
+    rows = [mini_batch_index, costs] if shared is None else [mini_batch_index, costs, *shared]
+    return _balanced(n_ranks, *(np.asarray(column, np.int64).tobytes() for column in rows))
+
+
+@functools.lru_cache(maxsize=8)
+def _balanced(n_ranks: int, *columns: bytes) -> list[list[int]]:
+    """Do it for balance_rows, once for the calls of a step that have the same rows.
+
+    columns: its arrays, as int64.
+    """
+    mini_batch_index, costs, *of_prompts = (np.frombuffer(c, np.int64) for c in columns)
+    shared = Shared(*of_prompts) if of_prompts else None
     ranks: list[list[int]] = [[] for _ in range(n_ranks)]
     load = np.zeros(n_ranks)
-    for mini_batch in range(int(mini_batch_index.max()) + 1):
-        rows = (mini_batch_index == mini_batch).nonzero().flatten().numpy()
-        parts = _parts(rows, costs, n_ranks, shared)
-        parts.sort(key=lambda part: -_cost(part, costs, shared))
+    for mini_batch in range(mini_batch_index.max() + 1):
+        rows = (mini_batch_index == mini_batch).nonzero()[0]
+        parts, part_costs = _parts(rows, costs, n_ranks, shared)
         # The most expensive part goes to the rank with the least load so far.
-        for rank, part in zip(np.argsort(load, kind="stable"), parts, strict=True):
-            ranks[rank] += part.tolist()
-            load[rank] += _cost(part, costs, shared)
+        heaviest = np.argsort(-part_costs, kind="stable")
+        for rank, part in zip(np.argsort(load, kind="stable"), heaviest, strict=True):
+            ranks[rank] += parts[part].tolist()
+            load[rank] += part_costs[part]
     return ranks
 
 
-def _cost(rows: np.ndarray, costs: np.ndarray, shared: Shared | None) -> int:
-    """Return the compute of rows on one rank."""
-    if shared is None or not len(rows):
-        return int(costs[rows].sum())
-    _, first = np.unique(shared.group[rows], return_index=True)
-    own = np.maximum(costs - shared.cost, 0)
-    return int(own[rows].sum() + shared.cost[rows][first].sum())
+def _costs_by_part(
+    rows: np.ndarray, part: np.ndarray, n: int, costs: np.ndarray, shared: Shared | None
+) -> np.ndarray:
+    """Return the compute [n] of each part on one rank.
+
+    part: of each of the rows.
+    """
+    total = np.zeros(n, dtype=np.int64)
+    if shared is None:
+        np.add.at(total, part, costs[rows])
+        return total
+    np.add.at(total, part, np.maximum(costs - shared.cost, 0)[rows])
+    group = shared.group[rows]
+    _, first = np.unique(part * (group.max(initial=0) + 1) + group, return_index=True)
+    np.add.at(total, part[first], shared.cost[rows[first]])
+    return total
 
 
 def _parts(
     rows: np.ndarray, costs: np.ndarray, n_ranks: int, shared: Shared | None
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Divide a mini-batch's rows among the ranks: whole groups, or halves, quarters and so on of
-    them, whichever has the cheapest slowest rank."""
-    units = [rows[i : i + 1] for i in range(len(rows))]
+    them, whichever has the cheapest slowest rank. Return the ranks' rows, and their costs."""
+    sizes = np.ones(len(rows), dtype=np.int64)  # of the units that stay together
     if shared is not None:
-        order = rows[np.argsort(shared.group[rows], kind="stable")]
-        units = np.split(order, np.diff(shared.group[order]).nonzero()[0] + 1)
-    best: list[np.ndarray] | None = None
+        rows = rows[np.argsort(shared.group[rows], kind="stable")]
+        sizes = np.unique(shared.group[rows], return_counts=True)[1]
+    best: tuple[np.ndarray, np.ndarray] | None = None
     while True:
-        weights = [_cost(unit, costs, shared) for unit in units]
-        parts = [
-            np.sort(np.concatenate([rows[:0], *(units[i] for i in part)]))
-            for part in karmarkar_karp(weights, n_ranks)
-        ]
-        slowest = max(_cost(part, costs, shared) for part in parts)
-        if best is None or slowest < max(_cost(part, costs, shared) for part in best):
-            best = parts
-        if all(len(unit) <= 1 for unit in units):
-            return best
-        units = [half for unit in units for half in np.array_split(unit, 2) if len(half)]
+        unit = np.repeat(np.arange(len(sizes)), sizes)
+        weights = _costs_by_part(rows, unit, len(sizes), costs, shared)
+        part_of_unit = np.empty(len(sizes), dtype=np.int64)
+        for number, units in enumerate(karmarkar_karp(weights, n_ranks)):
+            part_of_unit[units] = number
+        part = part_of_unit[unit]
+        loads = _costs_by_part(rows, part, n_ranks, costs, shared)
+        if best is None or loads.max() < best[1].max():
+            best = part, loads
+        if sizes.max(initial=0) <= 1:
+            break
+        halves = np.stack([sizes - sizes // 2, sizes // 2], axis=1).flatten()
+        sizes = halves[halves > 0]
+    part, loads = best
+    order = np.lexsort((rows, part))
+    bounds = np.bincount(part, minlength=n_ranks).cumsum()[:-1]
+    return np.split(rows[order], bounds), loads
 
 
 def costs_of(batch: DataProto, lengths: torch.Tensor, once: bool) -> np.ndarray:
