@@ -48,6 +48,12 @@ class Program:
         return answer.result() if answer.done() and not answer.cancelled() else ended.result()
 
 
+def child_of(process):
+    """Return the program itself, whose parent is its keeper."""
+    (child,) = psutil.Process(process._process.pid).children()
+    return child
+
+
 def run(main, *args, **options):
     async def inside():
         program = Program(*args, **options)

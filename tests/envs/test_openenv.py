@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.envs.openenv_server import FREEZE, SCHEMA, Server
+from tests.envs.openenv_server import SCHEMA, Server
 from tests.models import tiny_tokenizer
+from tests.test_own_process import child_of
 from verlite import own_process
 from verlite.config.compile import env_spec
 from verlite.config.load import compose
@@ -267,16 +268,17 @@ def test_a_server_of_ones_own_that_hangs_is_replaced(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(openenv, "HEALTH_S", 0.3)
     command = f"{sys.executable} -m tests.envs.openenv_server {{port}}"
 
-    class Late(Engine):
-        """From its answer on the server is late at once."""
+    class Stops(Engine):
+        """Stops the server, which is late at once."""
 
         async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
             env._timeout_s = 0.3
+            child_of(env._program).suspend()
             return await super().generate(prompt_ids, sampling)
 
     async def run() -> tuple[Trajectory, Trajectory, int]:
         async with env:
-            hung = await sample(env, Late([str(FREEZE)]))
+            hung = await sample(env, Stops(["5"]))
             env._timeout_s = 60.0
             assert env._program is not None
             return hung, await sample(env, Engine(["5", "5"])), env._program.starts

@@ -11,11 +11,11 @@ import re
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.envs.test_chat import QWEN, tokenizer_of
 from tests.gateway.speaker import Speaker
+from tests.test_own_process import child_of
 from verlite.contracts import verifiers as contract
 from verlite.gateway import agents as agents_module
 from verlite.gateway import verifiers
@@ -213,17 +213,17 @@ def test_a_cancel_right_behind_its_run_is_answered():
 
 def test_a_hung_process_does_not_hold_up_a_sample_with_a_big_task(monkeypatch):
     """It does not read: the pipe is full before the task is sent."""
-    monkeypatch.setattr(verifiers, "CANCEL_S", 1.0)
+    monkeypatch.setattr(verifiers, "CANCEL_S", 0.2)
+    big = {"prompt": "a" * (8 << 20), "acts": []}
+    task = Task({"extra_info": {"task": json.dumps(big)}}, [1, 2], Sampling(max_tokens=100))
 
     async def main(agents):
-        big = {"prompt": "a" * (8 << 20), "acts": []}
-        task = Task({"extra_info": {"task": json.dumps(big)}}, [1, 2], Sampling(max_tokens=100))
-        return await sampled(agents, task_of(("hang", 600)), task)
+        await agents.environment.start()
+        child_of(agents.environment._process).suspend()
+        return await asyncio.wait_for(sampled(agents, task), 60)
 
-    _, failed = run(main, timeout_s=2.0)
-    assert [one.error for one in failed] == [
-        "ProgramError: it did not end within agent.timeout_s=2"
-    ] * 2
+    _, (failed,) = run(main, timeout_s=0.5)
+    assert failed.error == "ProgramError: it did not end within agent.timeout_s=0.5"
 
 
 def test_a_process_that_hangs_is_replaced(monkeypatch):
@@ -249,9 +249,7 @@ def test_samples_of_a_killed_process_say_so():
         await agents.environment.start()
         while not agents.environment._results:  # the samples wait for the start, too
             await asyncio.sleep(0.01)
-        keeper = agents.environment._process._process.pid
-        (child,) = psutil.Process(keeper).children()
-        child.kill()
+        child_of(agents.environment._process).kill()
         failed = await waiting
         return failed, await sampled(agents, task_of(ASK))
 

@@ -279,6 +279,8 @@ class GrowingText:
 
     def of(self, ids: Sequence[int]) -> str:
         """Return the text of all tokens so far. ids: those of the last call, and new ones."""
+        if len(ids) == self._end:
+            return self._text
         # Decoded after those before them: some tokenizers leave out the space in front of the
         # first one.
         known, text = self._decode(ids[self._begin : self._end]), self._decode(ids[self._begin :])
