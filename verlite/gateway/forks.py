@@ -71,7 +71,7 @@ class Forks:
         }
         python = sys.executable if is_function else words[0]
         self._process = OwnProcess(
-            [python, "-P", str(SCRIPT), json.dumps(settings)],
+            lambda: [python, "-P", str(SCRIPT), json.dumps(settings)],
             self._imported,
             start_s=START_S,
             memory_gb=spec.memory_gb,
