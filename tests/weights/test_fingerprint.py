@@ -164,3 +164,12 @@ def test_per_tensor_fingerprints_name_what_differs():
     left, right = fingerprints(named.items()), fingerprints(other.items())
     assert [name for name in left if left[name] != right[name]] == ["b"]
     assert combine(*left.values()) == fingerprint(named.items())
+
+
+def test_a_set_of_weights_is_waited_for_once(monkeypatch):
+    """On a GPU each `int` of a tensor waits for the device."""
+    named = [(str(i), torch.randn(5, i + 1)) for i in range(7)]
+    expected = sum(fingerprints(named).values()) % MODULUS
+    waits, convert = [], torch.Tensor.__int__
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda self: waits.append(1) or convert(self))
+    assert fingerprint(named) == expected and len(waits) == 1

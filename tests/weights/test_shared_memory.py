@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.weights.test_buckets import NAMED, assert_equal
-from verlite.weights.buckets import BucketFiles, fill, header_of, in_buckets
+from verlite.weights.buckets import BucketFiles, fill, flat_bytes, header_of, in_buckets
 from verlite.weights.shared_memory import MemoryFiles, Staging
 from verlite.weights.transport import publish
 
@@ -65,7 +65,34 @@ def test_a_file_can_be_filled_through_its_mapping():
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 1000])
 def test_staging_yields_every_byte_in_order(size):
     """Two buffers alternate; a yielded one is not overwritten before the next is asked for."""
-    tensor = torch.arange(65, dtype=torch.uint8)
+    tensors = [torch.arange(n, dtype=torch.int16) for n in (20, 0, 1, 11)]
+    tensors.append(torch.arange(6.0).reshape(2, 3).t())
+    expected = torch.cat([flat_bytes(tensor) for tensor in tensors])
     staging = Staging(torch.device("cpu"), size)
     for _ in range(2):
-        assert torch.cat([part.clone() for part in staging.to_host(tensor)]).equal(tensor)
+        parts = [part.clone() for part in staging.to_host(tensors)]
+        assert torch.cat(parts).equal(expected)
+        assert len(parts) == -(-len(expected) // size)  # small tensors are copied together
+    assert not list(staging.to_host([]))
+
+
+def test_staging_waits_for_the_device_before_a_buffer_is_read_or_filled_again():
+    """Events as of a GPU, whose copies are done only when the event after them is waited for."""
+    staging = Staging(torch.device("cpu"), 4)
+    log = []
+
+    class Event:
+        def __init__(self, slot):
+            self.slot = slot
+
+        def record(self):
+            log.append(("copied to", self.slot))
+
+        def synchronize(self):
+            log.append(("waited for", self.slot))
+
+    staging.copied = [Event(0), Event(1)]
+    for part in staging.to_host([torch.zeros(3, dtype=torch.uint8)] * 3):
+        log.append(("read", 0 if part.data_ptr() == staging.buffers[0].data_ptr() else 1))
+    both = [("copied to", 0), ("copied to", 1), ("waited for", 0), ("read", 0)]
+    assert log == [*both, ("copied to", 0), ("waited for", 1), ("read", 1), *both[2:]]

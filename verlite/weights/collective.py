@@ -311,7 +311,7 @@ class WeightReceiver:
         arrived = torch.empty(payload.numel(), dtype=torch.uint8, device=self.device)
         group.broadcast(arrived).wait()
         end = 0
-        for part in Staging(self.device, STAGING_BYTES).to_host(arrived):
+        for part in Staging(self.device, STAGING_BYTES).to_host([arrived]):
             payload[end : end + part.numel()].copy_(part)
             end += part.numel()
         del arrived

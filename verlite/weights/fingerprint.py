@@ -54,6 +54,11 @@ def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
         tensor: Any shape. An empty tensor gives 0.
         dtype: Floating-point numbers are cast to it first; None does not cast.
     """
+    return combine(_hash(tensor, dtype))
+
+
+def _hash(tensor: Tensor, dtype: torch.dtype | None) -> int | Tensor:
+    """Return the fingerprint before the modulus. A GPU's may still be computed."""
     if tensor.ndim == 2 and tensor.t().is_contiguous():
         tensor = tensor.t()  # the order of elements does not matter, and this needs no copy
     flat = tensor.detach().reshape(-1)
@@ -77,7 +82,7 @@ def _cast(flat: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         yield values[: chunk.numel()].copy_(chunk)
 
 
-def _sum_in_torch(flat: Tensor, dtype: torch.dtype) -> int:
+def _sum_in_torch(flat: Tensor, dtype: torch.dtype) -> Tensor:
     shifted: Tensor | None = None
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for value in _cast(flat, dtype):
@@ -90,12 +95,12 @@ def _sum_in_torch(flat: Tensor, dtype: torch.dtype) -> int:
         bits.bitwise_xor_(torch.bitwise_right_shift(bits, _SHIFT_1, out=shifted))
         bits.addcmul_(bits, torch.bitwise_right_shift(bits, _SHIFT_2, out=shifted), value=_MIX_2)
         total += bits.sum(dtype=torch.int32)
-    return int(total) % MODULUS
+    return total
 
 
-def combine(*fingerprints: int) -> int:
+def combine(*fingerprints: int | Tensor) -> int:
     """Return the fingerprint of disjoint parts: tensors, shards of one tensor, or models."""
-    return sum(fingerprints) % MODULUS
+    return int(sum(fingerprints)) % MODULUS
 
 
 def fingerprints(
@@ -111,9 +116,11 @@ def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None =
     It does not depend on their order, names, fusion, sharding and zero padding. `combine` of the
     ranks' fingerprints is the model's. Tied weights must be named once.
 
+    On a GPU it waits once, for all tensors.
+
     dtype: of the engine. A float32 master copy and a bfloat16 engine agree under bfloat16.
     """
-    return combine(*(tensor_fingerprint(tensor, dtype) for _, tensor in named))
+    return combine(*(_hash(tensor, dtype) for _, tensor in named))
 
 
 # CPU tensors: one loop in C, compiled in a process that needs it.

@@ -9,7 +9,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import torch
@@ -47,10 +47,9 @@ class MemoryFiles:
         device = bucket[0][1].device
         if device.type != "cpu" and self._staging is None:
             self._staging = Staging(device, STAGING_BYTES)
-        for _, tensor in bucket:
-            parts = iter([tensor]) if self._staging is None else self._staging.to_host(tensor)
-            for part in parts:
-                _write(part, file)
+        tensors: Iterable[Tensor] = [tensor for _, tensor in bucket]
+        for part in tensors if self._staging is None else self._staging.to_host(tensors):
+            _write(part, file)
         self.bytes += len(header) + size
 
     def map_new(self, header: bytes, size: int) -> Tensor:
@@ -103,20 +102,32 @@ class Staging:
         self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self.copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else None
 
-    def to_host(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the bytes of a tensor in order, in host tensors that are valid until the next."""
-        ready: tuple[int, int] | None = None
-        slot = 0
-        for chunk in flat_bytes(tensor).split(self.buffers[0].numel()):
-            self.buffers[slot][: chunk.numel()].copy_(chunk, non_blocking=True)
-            if self.copied is not None:
-                self.copied[slot].record()
-            if ready is not None:
-                yield self._wait(*ready)
-            ready = slot, chunk.numel()
-            slot = 1 - slot
-        if ready is not None:
-            yield self._wait(*ready)
+    def to_host(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the bytes of the tensors in order, in host tensors that are valid until the next.
+        Each but the last fills a buffer, so that small tensors are copied together."""
+        size = self.buffers[0].numel()
+        copying: tuple[int, int] | None = None
+        slot = filled = 0
+        for rest in map(flat_bytes, tensors):
+            while rest.numel():
+                part, rest = rest[: size - filled], rest[size - filled :]
+                self.buffers[slot][filled : filled + part.numel()].copy_(part, non_blocking=True)
+                filled += part.numel()
+                if filled == size:
+                    self._record(slot)
+                    if copying is not None:
+                        yield self._wait(*copying)
+                    copying, slot, filled = (slot, filled), 1 - slot, 0
+        if filled:
+            self._record(slot)
+        if copying is not None:
+            yield self._wait(*copying)
+        if filled:
+            yield self._wait(slot, filled)
+
+    def _record(self, slot: int) -> None:
+        if self.copied is not None:
+            self.copied[slot].record()
 
     def _wait(self, slot: int, size: int) -> Tensor:
         if self.copied is not None:

@@ -36,7 +36,7 @@ from verlite.rollout.types import Completion, EngineOptions, Sampling
 from verlite.small_model import sequences, small_config, small_model, unsuitable
 from verlite.spec.roles import ModelSpec
 from verlite.spec.rope import beyond_limit, position_limit
-from verlite.weights.fingerprint import combine, tensor_fingerprint
+from verlite.weights.fingerprint import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -261,8 +261,9 @@ class HFCore:
 
     def fingerprint(self) -> int:
         """Return the fingerprint of the model's tensors, tied ones once."""
-        unique = {tensor.data_ptr(): tensor for tensor in self.model.state_dict().values()}
-        return combine(*(tensor_fingerprint(tensor, self.dtype) for tensor in unique.values()))
+        named = self.model.state_dict().items()
+        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in named}
+        return fingerprint(unique.values(), self.dtype)
 
     @torch.inference_mode()
     def log_probs(self, ids: list[int]) -> list[float]:
