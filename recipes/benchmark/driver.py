@@ -23,21 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from uuid import UUID
 
 T = TypeVar("T")
 GROUP = 8
 LONGEST = 8192
 PHASES = ("old_log_prob", "ref", "update_actor")
-
-
-class Chunk:
-    """Stands for Ray's reference to the tokens of some rows."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> Any:
-        return Chunk, (self.number,)
 
 
 def measure(samples: int, ranks: int) -> dict[str, Any]:
@@ -64,7 +55,8 @@ def measure(samples: int, ranks: int) -> dict[str, Any]:
     from verlite.workers.rollout import KEPT, DecodedResponse, as_columns
 
     if hasattr(command, "_few_collections"):
-        command._few_collections().__enter__()
+        seldom = command._few_collections()  # as long as this name is there
+        seldom.__enter__()
     config = Config(data=DataConfig(train_files="x"), reward=Config().reward)
     config.actor_rollout_ref.model = ModelConfig(path="x")
     config.actor_rollout_ref.rollout.n = GROUP
@@ -115,7 +107,7 @@ def measure(samples: int, ranks: int) -> dict[str, Any]:
 
     def kept(batch: DataProto, number: int, names: tuple[str, ...]) -> DataProto:
         """Return a rank's answer with references in place of these columns."""
-        chunk = Chunk(number)
+        chunk = UUID(int=number)  # it stands for Ray's reference
         columns = {name: [Ref(chunk, name, i) for i in range(len(batch))] for name in names}
         return batch.with_non_tensor(**columns)
 
