@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verlite.protocol.data import DataProto, DataProtoItem, near_equal_bounds
+from verlite.protocol.data import DataProto, DataProtoItem, equal, near_equal_bounds
 
 
 def batch(rows: int = 5, **meta: object) -> DataProto:
@@ -341,6 +341,27 @@ def test_pickle_moves_tensors_out_of_band_and_bit_for_bit():
         again.meta_info == data.meta_info
         and again.non_tensor_batch["uid"].tolist() == data.non_tensor_batch["uid"].tolist()
     )
+
+
+def test_numbers_per_row_are_pickled_together_and_come_back_bit_for_bit():
+    numbers = torch.tensor([3, 2**53 + 1, -1])
+    columns = {
+        "b": torch.tensor([True, False, True]),
+        "z": numbers,
+        "x": torch.tensor([0.1, -0.0, float("nan")]),
+        "y": torch.tensor([0.1, 1e300, -0.0], dtype=torch.float64),
+        "a": torch.arange(12)[::4],
+        "matrix": torch.ones(3, 2),
+        "w": torch.ones(3, dtype=torch.bfloat16),
+        "c": torch.tensor([1.5, 2.5, 3.5], requires_grad=True),
+    }
+    for chosen in (columns, {}):
+        again = pickle.loads(pickle.dumps(DataProto.from_dict(chosen, {"uid": list("pqr")})))
+        assert list(again.tensors()) == list(chosen)
+        for name, tensor in again.tensors().items():
+            assert tensor.dtype == columns[name].dtype and not tensor.requires_grad
+            assert equal(tensor, columns[name].detach())
+            assert tensor.signbit().equal(columns[name].signbit())
 
 
 def test_bytes_count_tensors_and_arrays_in_object_columns():
