@@ -450,12 +450,13 @@ def test_what_a_program_gets(tmp_path, monkeypatch, preload):
     monkeypatch.setenv("MY_SECRET_TOKEN", "hush")
     monkeypatch.setenv("SEARCH_API_KEY", "named")
     monkeypatch.setenv("MY_SETTING", "seen")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("no_proxy", "example.org")
     code = """
         assert task == json.loads(os.environ["VERLITE_TASK"])
         ask(task["prompt"])
         names = ["MY_SECRET_TOKEN", "SEARCH_API_KEY", "MY_SETTING"]
-        names += ["NO_PROXY", "no_proxy", "OMP_NUM_THREADS"]
+        names += ["NO_PROXY", "no_proxy", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"]
         seen = {name: str(os.environ.get(name)) for name in names}
         print(json.dumps({"score": 0, "task": json.dumps(task), "folder": os.getcwd(), **seen}))
     """
@@ -465,6 +466,7 @@ def test_what_a_program_gets(tmp_path, monkeypatch, preload):
     parts = trajectory.score.parts
     assert json.loads(parts["task"]) == ROW and parts["folder"] == os.path.realpath(tmp_path)
     assert (parts["MY_SECRET_TOKEN"], parts["MY_SETTING"]) == ("None", "seen")
+    assert parts["PYTHONDONTWRITEBYTECODE"] == "None"
     assert parts["SEARCH_API_KEY"] == "named"
     assert parts["no_proxy"] == "example.org,127.0.0.1" and "127.0.0.1" in parts["NO_PROXY"]
     assert parts["OMP_NUM_THREADS"] == "1"
