@@ -326,6 +326,30 @@ def test_forks_share_the_modules_and_nothing_else(tmp_path):
     assert {p["first"] for p in parts} == {str(tmp_path)}
 
 
+def test_if_the_process_of_the_forks_is_killed_it_starts_again(tmp_path):
+    code = """
+        ask(task["prompt"])
+        if not os.path.exists("killed"):
+            open("killed", "w").close()
+            stat = open(f"/proc/{os.getppid()}/stat").read()  # of the keeper
+            os.kill(int(stat.rpartition(")")[2].split()[1]), 9)
+            while True: pass
+        print(1)
+    """
+    file = tmp_path / "agent.py"
+    file.write_text(ASK + textwrap.dedent(code))
+    settings = AgentSpec(f"{sys.executable} {file}", timeout_s=60.0, preload=["json"])
+
+    async def run():
+        engine = Speaker(tokenizer_of(QWEN), "a", "b")
+        async with Agents(settings, engine, 1000, {}, str(tmp_path)) as agents:
+            return [await agents.sample(Task(ROW, [1], Sampling())) for _ in range(2)]
+
+    killed, after = asyncio.run(asyncio.wait_for(run(), 120))
+    assert "was killed by SIGKILL" in killed.error and killed.score is None
+    assert (after.error, after.score) == (None, RewardResult(1.0))
+
+
 @pytest.mark.parametrize(
     ("module", "error"),
     [

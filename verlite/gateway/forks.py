@@ -96,7 +96,16 @@ class Forks:
             ProcessEnded: the modules cannot be imported.
             OSError: the process has ended, or there are no more files.
         """
-        await self._process.running()
+        for _ in range(2):  # it may have ended without notice yet
+            ended = await self._process.running()
+            fork = await self._fork(variables, ended)
+            if fork is not None:
+                return fork
+        raise OSError("the process that imports agent.preload has ended")
+
+    async def _fork(
+        self, variables: Mapping[str, str], ended: "asyncio.Future[None]"
+    ) -> Fork | None:
         with ExitStack() as theirs:
             connection, stdin = _pair(theirs), _pair(theirs)
             stdout, stderr = _pipe(theirs), _pipe(theirs)
@@ -106,10 +115,16 @@ class Forks:
             _, to_stdin = await asyncio.open_unix_connection(sock=stdin[0])
             reader, writer = await asyncio.open_unix_connection(sock=connection[0])
         writer.write(json.dumps(dict(variables)).encode() + b"\n")
-        pid = await reader.readline()
-        if not pid:
-            raise OSError("the process that imports agent.preload has ended")
-        return Fork(int(pid), (reader, writer), to_stdin, *streams)
+        forked = asyncio.ensure_future(reader.readline())
+        try:
+            await asyncio.wait((forked, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not forked.done():  # nobody may read the message
+                forked.cancel()
+                writer.close()
+        if not forked.done() or not forked.result():
+            return None
+        return Fork(int(forked.result()), (reader, writer), to_stdin, *streams)
 
     async def _imported(self, process: OwnProcess) -> None:
         self._ready = asyncio.get_running_loop().create_future()
