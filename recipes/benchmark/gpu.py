@@ -460,6 +460,7 @@ def parts_of(device: str) -> dict[str, Part]:
         check("attention", 15, 60),
         check("ipc", 15, 60),
         check("training", 20, 90),
+        check("trees", 15, 60),
         check("memory", 15, 60),
         Part("machine", 30, machine, (device,), 10),
         Part("1.5b", 150, update, (device, shape("1.5b")), 30),

@@ -363,6 +363,60 @@ def training(check: Checks) -> None:
     check("sum of squared probabilities, float32", 1e-4, lambda: sum_gap(check, sums))
 
 
+def trees(check: Checks) -> None:
+    """Prefixes that samples share, computed once: values and gradients against flat float32 rows on
+    the CPU and against flat bfloat16 rows, and the seconds of both."""
+    batch = check.batch()
+    ids, mask = batch.batch["input_ids"], batch.batch["response_mask"]
+    alike = ids.shape[1] // 4  # no row is shorter
+    first = torch.arange(len(ids)) // 6 * 6
+    ids[:, :alike] = ids[first, :alike]
+    whole = MicroBatching(size=len(ids))
+
+    def engine(shared: bool, dtype: str, device: str | None = None) -> TrainEngine:
+        return check.engine(device, dtype, share_prefixes=shared)
+
+    def found(shared: bool, dtype: str, device: str | None = None) -> tuple[Tensor, dict, float]:
+        subject = engine(shared, dtype, device)
+        log_probs = subject.forward(batch, whole, 0.9)["log_probs"]
+        metrics = subject.update(batch, whole, 1.0, loss)
+        return log_probs, gradients(subject), metrics["tokens_computed"]
+
+    right, right_gradients, flat_tokens = found(False, "float32", "cpu")
+    saved = alike * (len(ids) - len(set(first.tolist())))
+    kept = {(shared, dtype): found(shared, dtype) for shared, dtype in _TREE_RUNS}
+    for (shared, dtype), (log_probs, own, tokens) in kept.items():
+        if not shared:
+            continue
+        limit, gradient_limit = (1e-4, 1e-3) if dtype == "float32" else (0.08, 0.15)
+        check(f"log-probs, {dtype}", limit, lambda v=log_probs: mean_gap(v, right, mask))
+        check(f"gradients, {dtype}", gradient_limit, lambda g=own: gradient_gap(g, right_gradients))
+        check(f"tokens too many, {dtype}", 0, lambda t=tokens: abs(flat_tokens - saved - t))
+
+    def beside_flat() -> float:
+        tree, flat = (gradient_gap(kept[s, "bfloat16"][1], right_gradients) for s in (True, False))
+        return tree / flat
+
+    check("bfloat16, gradients' error over that of flat rows", 1.5, beside_flat)
+
+    def seconds(shared: bool) -> float:
+        check.need_cuda()
+        subject, taken = engine(shared, "bfloat16"), []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            subject.update(batch, whole, 1.0, loss)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    check("bfloat16, seconds over those of flat rows", 1.0, lambda: seconds(True) / seconds(False))
+
+
+_TREE_RUNS = ((True, "float32"), (True, "bfloat16"), (False, "bfloat16"))
+"""Shared or flat, and dtype."""
+
+
 def compiled(check: Checks) -> None:
     """Compiled layers against layers that are not. Compiling takes a minute or more."""
     check("compiled layers, gradients, float32", 1e-3, lambda: compiled_gap(check))
@@ -987,6 +1041,7 @@ GROUPS: dict[str, Callable[[Checks], None]] = {
     "attention": attention,
     "ipc": ipc,
     "training": training,
+    "trees": trees,
     "memory": memory,
     "hf": partial(engines, name="hf"),
     "fingerprints": fingerprints,

@@ -15,6 +15,7 @@ from tests.engine import matrix, programs
 from tests.engine.batches import engine, ragged_batch
 from tests.models import tiny_model
 from verlite.algorithms.aggregation import AGGREGATION_MODES
+from verlite.engine.fsdp import Counts
 from verlite.engine.micro import MicroBatching, model_inputs
 from verlite.engine.model import HeadedModel, build, training_config
 from verlite.spec.catalog import LOSSES
@@ -79,6 +80,33 @@ def test_every_loss_and_aggregation_has_the_same_gradient(tiny_qwen2: str) -> No
         for i, (loss, mode) in enumerate((a, b) for a in LOSSES for b in AGGREGATION_MODES)
     ]
     compare(tiny_qwen2, cases, {})
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_losses_differ_by_the_order_of_sums_alone(
+    dtype: torch.dtype, limit: float, tmp_path: Any
+) -> None:
+    """The actor's loss and its gradient differ by the last digits of the dtype, whichever it is: a
+    wrong term would not shrink with them."""
+    path = tiny_model(tmp_path, "gpt2", n_positions=32)
+    torch.manual_seed(0)
+    config = training_config(AutoConfig.from_pretrained(path), ModelSpec(path=path))
+    headed = HeadedModel(build(config, "lm", dtype=dtype), "lm").train()
+    rows = ragged_batch().with_batch(**matrix.columns(path)).batch
+    rows = rows[rows["response_mask"].any(1)]
+    counts = Counts(int(rows["response_mask"].sum()), len(rows))
+    found = []
+    for shared in (False, True):
+        inputs = model_inputs(rows, packed=True, share_prefixes=shared)
+        outputs = headed(inputs, 0.8, with_entropy=True)
+        dense = {name: inputs.scatter(values) for name, values in outputs.items()}
+        headed.zero_grad()
+        loss, _ = programs.actors_loss("token-mean")(rows, dense, counts)
+        loss.backward()
+        found.append((float(loss.detach()), {n: p.grad for n, p in headed.named_parameters()}))
+    (flat, flat_gradients), (tree, gradients) = found
+    assert tree == pytest.approx(flat, rel=limit)
+    assert matrix.difference(gradients, flat_gradients) < limit
 
 
 @pytest.mark.parametrize("settings", [{"lora_rank": 4}, {"enable_gradient_checkpointing": True}])

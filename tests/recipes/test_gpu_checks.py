@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import verlite.algorithms.attention as attention
+import verlite.engine.attention as attention_of_rows
 import verlite.engine.checkpoint as checkpoint
+import verlite.engine.family as family
 import verlite.engine.lora as lora
 from verlite.rollout.batched import BatchedEngine
 
@@ -43,6 +45,7 @@ GROUPS = [
     ("attention", 18, 1),
     ("fingerprints", 20, 0),
     ("training", 21, 0),
+    ("trees", 7, 1),
     ("compiled", 0, 1),
     ("memory", 5, 4),
     ("plan", 0, 2),
@@ -87,6 +90,15 @@ def test_shifted_window_fails(smoke, monkeypatch):
     )
     failed = named(smoke("attention"), "failed")
     assert len(failed) == 6 and all("window" in name for name in failed)
+
+
+def test_trees_that_the_start_finds_wrong_fail(smoke, monkeypatch):
+    """The engine computes samples alone then, so it computes too many tokens."""
+    right = attention_of_rows.Paths.gather
+    family._PROVEN.clear()
+    monkeypatch.setattr(attention_of_rows.Paths, "gather", lambda self, x: -right(self, x))
+    failed = named(smoke("trees"), "failed")
+    assert failed == ["tokens too many, float32", "tokens too many, bfloat16"]
 
 
 def test_checkpoint_that_is_not_bit_equal_fails(smoke, monkeypatch):

@@ -66,7 +66,7 @@ def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
             f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
             f"custom_reward_function.path={reward}",
             f"{policy}model.path={model}",
-            # Trees of prompts add the same numbers in another order.
+            # Trees of prompts add the same numbers in another order (tests/engine/test_trees.py).
             f"{policy}model.share_prefixes=false",
             "critic.model.share_prefixes=false",
             "data.train_batch_size=8",
