@@ -93,6 +93,24 @@ def test_checkpointing_stores_one_input_per_layer(spec):
     assert update(5) - update(4) == tokens * 64 * 2
 
 
+def test_shared_prefixes_cost_copies_of_keys_and_values(spec):
+    """A prompt of 80 tokens and 8 responses of 16: 208 tokens on paths of 768, which are copied in
+    bfloat16, 2 heads of 16 for keys and for values. Beside as many tokens of their own."""
+    shared, own = PassRows((96,) * 8, 16, prompts=(0,) * 8), PassRows((104, 104), 16)
+
+    def of_a_layer(rows: PassRows) -> int:
+        few, more = (
+            with_model(spec, override_config=layers(n), enable_gradient_checkpointing=False)
+            for n in (3, 4)
+        )
+        return (
+            measure(more, Passes(None, rows), whole=True).update
+            - measure(few, Passes(None, rows), whole=True).update
+        )
+
+    assert of_a_layer(shared) - of_a_layer(own) == (768 - 208) * 2 * (2 * 16) * 2
+
+
 @pytest.mark.parametrize("chunk", [128, 512])
 def test_logits_exist_one_chunk_at_a_time(chunk):
     """A chunk's logits, and as much again: the chunk before, and inside logsumexp."""

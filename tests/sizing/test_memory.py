@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from verlite.config.compile import model_spec
+from verlite.config.plan import Micro
 from verlite.sizing import memory as sizing
 from verlite.sizing.advice import SizedRun, advise, largest_micro_batch, make_fit
 from verlite.sizing.devices import Devices
 from verlite.sizing.facts import model_facts
-from verlite.sizing.measure import Measurer, RoleMemory, folder, key_of
+from verlite.sizing.measure import Measurer, PassRows, RoleMemory, folder, key_of
 from verlite.sizing.memory import FRAGMENTS, PROCESS, run_memory, sync_bytes, training_roles
+from verlite.spec.roles import ModelSpec
 
 GIB = 2**30
 WEIGHTS = 4 * GIB
@@ -45,6 +47,29 @@ def run(planned):
         return SizedRun(config, plan, devices, facts, measured, found)
 
     return make
+
+
+def test_the_largest_micro_batch_counts_prompts_once(planned):
+    """Groups of 4 with a prompt of 40 and responses of 10 have 80 tokens: 200 have two groups, and
+    40 of another sample. Paths have at most 4 times the limit."""
+    sizes = ("data.max_prompt_length=40", "data.max_response_length=10")
+    config, plan = planned("tiny", *sizes, "actor_rollout_ref.rollout.n=4")
+    shared = model_spec(config.actor_rollout_ref.model)
+    alone = replace(shared, share_prefixes=False)
+
+    def of(tokens: int, rows: int, model: ModelSpec) -> PassRows:
+        return sizing.largest(plan, Micro(None, tokens), rows, model)
+
+    assert of(200, 99, shared) == PassRows((50,) * 8 + (40,), 10, True, (0,) * 4 + (1,) * 4 + (-1,))
+    assert of(200, 99, alone) == PassRows((50,) * 4, 10, True)
+    assert of(220, 99, alone) == PassRows((50,) * 4 + (20,), 10, True)
+    assert of(200, 4, alone) == PassRows((50,) * 4, 10)
+    assert of(200, 6, shared) == PassRows((50,) * 6, 10, False, (0,) * 4 + (1,) * 2)
+    wide = replace(plan, samples_per_prompt=64)
+    found = sizing.largest(wide, Micro(None, 200), 99, shared)
+    assert found.lengths == (50,) * 16  # 40 + 16 * 10 tokens
+    found = sizing.largest(replace(wide, longest_response=1), Micro(None, 200), 99, shared)
+    assert sum(found.lengths) == 4 * 200
 
 
 def held(run: SizedRun) -> dict[str, dict[str, float]]:

@@ -230,7 +230,9 @@ def largest_micro_batch(run: SizedRun, role: str) -> tuple[str, int, int | None,
     def needs(number: int) -> int:
         micro = Micro(number, None) if by_rows else Micro(None, number)
         passes = Passes(
-            None, largest(run.plan, micro, rows), update_entropy=one.passes.update_entropy
+            None,
+            largest(run.plan, micro, rows, one.spec.model),
+            update_entropy=one.passes.update_entropy,
         )
         memory = measured_role(replace(one, passes=passes), run.measure)
         return int(memory.update * (1 + FRAGMENTS))

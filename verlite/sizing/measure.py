@@ -45,12 +45,15 @@ class PassRows:
 
     lengths: tokens per sample.
     response: tokens of a response, at most.
+    prompts: number of each sample's prompt: samples with the same one have the tokens before the
+        response in common. (): none have.
     several: the pass has more than one micro-batch.
     """
 
     lengths: tuple[int, ...]
     response: int
     several: bool = False
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,8 @@ class Objective:
 
 def rows_batch(rows: PassRows) -> tuple[DataProto, MicroBatching]:
     """Return a batch of one or two such micro-batches, and how to split it."""
-    lengths = rows.lengths * (2 if rows.several else 1)
+    copies = 2 if rows.several else 1
+    lengths = rows.lengths * copies
     width = max(lengths)
     response = min(rows.response, width - 1)
     mask = torch.zeros(len(lengths), width, dtype=torch.int64)
@@ -220,11 +224,14 @@ def rows_batch(rows: PassRows) -> tuple[DataProto, MicroBatching]:
     for row, length in enumerate(lengths):
         if length <= response:
             trained[row, response - length] = 0
+    ids = torch.arange(1, len(lengths) + 1)[:, None].repeat(1, width)
+    if rows.prompts:
+        ids[:, :-response] = -1 - torch.tensor(rows.prompts * copies)[:, None]
     floats = torch.zeros(trained.shape)
     columns = ("advantages", "old_log_probs", "rollout_log_probs", "returns", "values")
     batch = DataProto.from_dict(
         {
-            "input_ids": mask * torch.arange(1, len(lengths) + 1)[:, None],  # no shared prefixes
+            "input_ids": mask * ids,
             "attention_mask": mask,
             "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
             "response_mask": trained,

@@ -5,9 +5,10 @@ Of the phases, first comes what each role runs at most: its engine, and the larg
 each pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from verlite.algorithms.balancing import MOST_PATHS
 from verlite.config.compile import engine_spec as compiled_engine
 from verlite.config.plan import Micro, Plan, resolve_dtype
 from verlite.config.schema import Config
@@ -15,7 +16,7 @@ from verlite.sizing.devices import Devices
 from verlite.sizing.dry_engine import DryEngineSpec
 from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
 from verlite.sizing.measure import Passes, PassRows, RoleMemory
-from verlite.spec.roles import FSDPSpec
+from verlite.spec.roles import FSDPSpec, ModelSpec
 from verlite.terminal import GIB, amount, counted, size
 from verlite.workers.roles import ROLES
 
@@ -124,9 +125,10 @@ class SizedRole:
 def training_roles(config: Config, plan: Plan) -> list[SizedRole]:
     """Return the roles of a run that have a training engine."""
     return [
-        SizedRole(name, engine_spec(config, plan, name), role_passes(config, plan, name))
+        SizedRole(name, spec, role_passes(config, plan, name, spec.model))
         for name in TRAINING_ROLES
         if name in plan.roles
+        for spec in [engine_spec(config, plan, name)]
     ]
 
 
@@ -145,20 +147,20 @@ def engine_spec(config: Config, plan: Plan, role: str) -> DryEngineSpec:
     )
 
 
-def role_passes(config: Config, plan: Plan, role: str) -> Passes:
+def role_passes(config: Config, plan: Plan, role: str, model: ModelSpec) -> Passes:
     """Return what a role runs, if every sample has the longest length."""
     groups = len(plan.placement[role]) // plan.sequence_parallel[role]
     step_rows = -(-plan.batch_size // groups)
     if role in ("ref", "teacher"):
-        return Passes(largest(plan, plan.ref_micro, step_rows), None)
+        return Passes(largest(plan, plan.ref_micro, step_rows, model), None)
     if role == "critic":
         assert plan.critic is not None
         update_rows = -(-plan.critic.mini_rows // groups)
         return Passes(
-            largest(plan, plan.value_micro, step_rows),
-            largest(plan, plan.critic.micro, update_rows),
+            largest(plan, plan.value_micro, step_rows, model),
+            largest(plan, plan.critic.micro, update_rows, model),
         )
-    log_probs = largest(plan, plan.log_prob_micro, step_rows)
+    log_probs = largest(plan, plan.log_prob_micro, step_rows, model)
     if role == "inference":
         return Passes(
             log_probs, None, forward_entropy=True, sum_pi_squared=plan.needs_sum_pi_squared
@@ -170,26 +172,31 @@ def role_passes(config: Config, plan: Plan, role: str) -> Passes:
     return Passes(
         # The start-up check runs this pass in the first step even if no other step does.
         None if "inference" in plan.roles else log_probs,
-        largest(plan, plan.actor.micro, -(-plan.actor.mini_rows // groups)),
+        largest(plan, plan.actor.micro, -(-plan.actor.mini_rows // groups), model),
         forward_entropy=True,
         sum_pi_squared=plan.needs_sum_pi_squared,
         update_entropy=entropy,
     )
 
 
-def largest(plan: Plan, micro: Micro | None, rows: int) -> PassRows:
-    """Return the largest micro-batch of a pass over `rows` samples of the longest length."""
+def largest(plan: Plan, micro: Micro | None, rows: int, model: ModelSpec) -> PassRows:
+    """Return the largest micro-batch of a pass over `rows` samples of the longest length. If the
+    model shares prefixes, a limit of tokens counts each prompt once."""
     assert micro is not None
     longest = plan.longest_sequence
     if micro.max_tokens is None:
         assert micro.size is not None
-        lengths: Sequence[int] = (longest,) * min(micro.size, rows)
-        several = rows > micro.size
-    else:
-        whole, rest = divmod(min(micro.max_tokens, rows * longest), longest)
-        lengths = (longest,) * whole + ((rest,) if rest > 1 else ())
-        several = rows * longest > micro.max_tokens
-    return PassRows(tuple(lengths), plan.longest_response, several)
+        lengths = (longest,) * min(micro.size, rows)
+        return PassRows(lengths, plan.longest_response, rows > micro.size)
+    each, prompt = plan.samples_per_prompt, longest - plan.longest_response
+    shared = prompt if model.share_prefixes and model.use_remove_padding and each > 1 else 0
+    left, number = micro.max_tokens, 0
+    most = min(rows, MOST_PATHS * micro.max_tokens // longest)
+    while number < most and left >= (new := longest - (shared if number % each else 0)):
+        left, number = left - new, number + 1
+    lengths = (longest,) * number + ((left,) if 1 < left < longest and number < most else ())
+    prompts = tuple(i // each if i < number else -1 for i in range(len(lengths)))
+    return PassRows(lengths, plan.longest_response, number < rows, prompts if shared else ())
 
 
 PROCESS = int(0.9 * GIB)
