@@ -75,19 +75,18 @@ def test_fewer_items_than_parts_and_invalid_part_counts() -> None:
 def test_micro_batches_respect_the_cap(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 100) for _ in range(rng.randint(1, 60))]
-    cap, minimum = rng.randint(100, 400), rng.randint(1, 4)
-    parts = micro_batches_by_tokens(lengths, cap, minimum)
+    cap = rng.randint(100, 400)
+    parts = micro_batches_by_tokens(lengths, cap)
     assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
     assert max(totals(lengths, parts)) <= cap
-    assert len(parts) >= minimum
-    fewest = max(minimum, -(-sum(lengths) // cap))
+    fewest = -(-sum(lengths) // cap)
     assert len(parts) <= fewest + 1 or len(parts) <= 1.25 * fewest
     assert totals(lengths, parts) == sorted(totals(lengths, parts), reverse=True)
 
 
 def test_micro_batches_of_empty_input_and_oversized_sample() -> None:
-    assert micro_batches_by_tokens([], 10, minimum=2) == [[], []]
-    assert micro_batches_by_tokens([3], 10, minimum=3) == [[0], [], []]
+    assert micro_batches_by_tokens([], 10) == [[]]
+    assert micro_batches_by_tokens([3], 10) == [[0]]
     with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than the limit of 10"):
         micro_batches_by_tokens([3, 11], 10)
 

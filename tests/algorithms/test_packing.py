@@ -32,7 +32,7 @@ def test_hand_example() -> None:
     assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 3]
     assert packed.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
     assert packed.cu_seqlens.tolist() == [0, 2, 2, 6] and packed.cu_seqlens.dtype == torch.int32
-    assert packed.max_seqlen == 4 and packed.indices.tolist() == [1, 2, 8, 9, 10, 11]
+    assert packed.indices.tolist() == [1, 2, 8, 9, 10, 11]
     labels, has_next = shifted_labels(packed)
     assert labels.tolist() == [6, 0, 8, 9, 3, 0]
     assert has_next.tolist() == [True, False, True, True, True, False]
@@ -52,7 +52,6 @@ def test_round_trip_and_targets_against_loops(seed: int) -> None:
     assert [packed.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)] == [
         i[m.bool()].tolist() for i, m in zip(ids, mask, strict=True)
     ]
-    assert packed.max_seqlen == max(b - a for a, b in itertools.pairwise(starts))
 
     targets = response_targets(packed, columns, R)
     where = {flat: k for k, flat in enumerate(packed.indices.tolist())}
@@ -85,7 +84,7 @@ def test_a_response_without_a_prompt_has_no_first_target() -> None:
 def test_empty_batch() -> None:
     nothing = torch.zeros(0, P + R, dtype=torch.int64)
     packed = pack(nothing, nothing, nothing)
-    assert packed.cu_seqlens.tolist() == [0] and packed.max_seqlen == 0
+    assert packed.cu_seqlens.tolist() == [0]
     assert response_targets(packed, P + R, R).labels.shape == (0,)
     padding = torch.zeros(2, P + R, dtype=torch.int64)
     packed = pack(padding, padding, padding)

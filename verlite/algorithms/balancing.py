@@ -126,14 +126,13 @@ def karmarkar_karp(
 
 
 def micro_batches_by_tokens(
-    lengths: Sequence[int] | np.ndarray, max_tokens: int, minimum: int = 1
+    lengths: Sequence[int] | np.ndarray, max_tokens: int
 ) -> list[list[int]]:
     """Split samples into as few micro-batches as possible, with even token totals.
 
     Args:
         lengths: tokens of each sample.
         max_tokens: most tokens of one micro-batch.
-        minimum: least number of micro-batches. With fewer samples, the last ones are empty.
 
     Returns:
         Sample indices of each micro-batch, the largest micro-batch first, so that running out of
@@ -149,7 +148,7 @@ def micro_batches_by_tokens(
             f"{max_tokens} per micro-batch. Raise *_max_token_len_per_gpu to at least the longest "
             "prompt plus response."
         )
-    count = max(minimum, -(-int(tokens.sum()) // max_tokens), 1)
+    count = max(-(-int(tokens.sum()) // max_tokens), 1)
     while True:
         parts = karmarkar_karp(tokens, count)
         totals = [int(tokens[part].sum()) for part in parts]

@@ -4,6 +4,7 @@ Notation: B rows, P prompt columns (left-padded), R response columns (right-padd
 T real tokens in the whole batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,12 @@ class Packed:
     input_ids, position_ids: [T].
     cu_seqlens: [B + 1] int32. Sequence i is at [cu_seqlens[i], cu_seqlens[i + 1]). A row without
         tokens is an empty sequence.
-    max_seqlen: length of the longest sequence.
     indices: [T], position of each token in the flattened [B * S] batch.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
-    max_seqlen: int
     indices: Tensor
 
 
@@ -41,6 +40,10 @@ class ResponseTargets:
     labels: Tensor
     destination: Tensor
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "ResponseTargets":
+        """Return the function's results for all tensors."""
+        return ResponseTargets(*map(function, (self.source, self.labels, self.destination)))
+
 
 def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Packed:
     """Remove padding from [B, S] tensors. The order of rows and of their tokens is kept."""
@@ -53,7 +56,6 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Pac
         input_ids=input_ids.flatten()[indices],
         position_ids=position_ids.flatten()[indices],
         cu_seqlens=cu_seqlens,
-        max_seqlen=int(lengths.max()) if len(lengths) else 0,
         indices=indices,
     )
 

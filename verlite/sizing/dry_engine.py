@@ -291,24 +291,8 @@ class DryEngine(TrainEngine):
         with unset_fake_temporarily():
             inputs, micro_rows = super()._inputs(rows, part)
         assert micro_rows is not None
-        targets = inputs.targets
-        mask, sequences = inputs.attention_mask, inputs.sequences
-        if sequences is not None:
-            sequences = sequences.mapped(self._like)
-        fake = replace(
-            inputs,
-            input_ids=self._like(inputs.input_ids),
-            position_ids=self._like(inputs.position_ids),
-            attention_mask=None if mask is None else self._like(mask),
-            sequences=sequences,
-            targets=type(targets)(
-                self._like(targets.source),
-                self._like(targets.labels),
-                self._like(targets.destination),
-            ),
-        )
         items = {name: self._like(values) for name, values in micro_rows.items()}
-        return fake, items  # type: ignore[return-value]
+        return inputs.mapped(self._like), items  # type: ignore[return-value]
 
     def _like(self, tensor: Any) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
