@@ -98,6 +98,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/watchers.py
 	$(BIN)/python recipes/benchmark/neighbors.py wtiny
 	$(BIN)/python recipes/benchmark/training.py
+	$(BIN)/python recipes/benchmark/trees.py
 	PYTHONPATH=$$(echo $(CURDIR)/$(TRL)/lib/python3*/site-packages) $(BIN)/python recipes/benchmark/sft.py
 	$(BIN)/python recipes/benchmark/library.py
 	$(BIN)/python recipes/benchmark/generation.py

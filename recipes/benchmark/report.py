@@ -29,6 +29,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "grpo_step_vs_floor": ("step_w25", "vs_floor"),
     "tiny_step_vs_trl": ("step_wtiny", "vs_trl"),
     "training_vs_bare": ("training", "update_speed_vs_bare"),
+    "agent_branches_vs_flat": ("trees", "workloads", "w25g", "update", "vs_flat"),
     "sft_vs_trl": ("sft", "ratios", "trl"),
     "sft_vs_loop": ("sft", "ratios", "loop"),
     "generation_vs_vllm": ("generation_w25", "vs_vllm"),

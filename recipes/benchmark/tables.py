@@ -108,6 +108,34 @@ def _training(found: dict[str, Any]) -> str:
     )
 
 
+def _trees(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{name}: {one['words']}",
+            f"{one['tokens']:,}",
+            f"{one['distinct'] / one['tokens']:.2f}",
+            *(f"{one[call]['vs_flat']:.2f}" for call in ("update", "log_prob")),
+            f"{one['predicted']:.2f}",
+            f"{one['update']['flat_seconds'] / one['update']['flat_floor']:.2f}",
+            f"{one['update']['shared_seconds'] / one['update']['shared_floor']:.2f}",
+        )
+        for name, one in found["workloads"].items()
+    ]
+    return table(
+        (
+            "w25's model, shared over flat",
+            "tokens",
+            "distinct",
+            "update",
+            "log-probs",
+            "update predicted",
+            "flat update over its floor",
+            "shared update over its floor",
+        ),
+        rows,
+    )
+
+
 def _generation(name: str, found: dict[str, Any]) -> str:
     speeds = found["tokens_per_s"]
     rows = [
@@ -555,6 +583,7 @@ def _sft(found: dict[str, Any]) -> str:
 
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "training": _training,
+    "trees": _trees,
     "sft": _sft,
     "sync": _sync,
     "memory": _memory,
