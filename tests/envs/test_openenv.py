@@ -291,13 +291,15 @@ def test_a_server_of_ones_own_that_hangs_is_replaced(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.process
 def test_a_server_that_is_late_once_is_not_replaced() -> None:
-    """It still answers /health."""
+    """It still answers /health, be it with an error."""
     command = f"{sys.executable} -m tests.envs.openenv_server {{port}}"
 
     async def run() -> bool:
         async with OpenEnv(command, 4) as env:
             await env._ready()
-            await env.end_if_it_hangs(env._ended)
+            for path in ("", "/without"):
+                env._url += path
+                await env.end_if_it_hangs(env._ended)
             assert env._ended is not None
             return env._ended.done()
 
@@ -432,6 +434,14 @@ def test_an_action_of_several_kinds() -> None:
             with pytest.raises(ValueError, match="'steps', 'words'"):
                 action_of(text, schema)
     assert action_of("two, 3", {**MOVES, "$ref": "#/$defs/Walk"}) == {"steps": 3}
+
+
+def test_schemas_that_name_each_other_are_followed_in_linear_time() -> None:
+    names = [f"T{i}" for i in range(300)]
+    tangle = {"anyOf": [*({"$ref": f"#/$defs/{name}"} for name in names), {"type": "integer"}]}
+    schema = {"$defs": dict.fromkeys(names, tangle), "properties": {"x": tangle}}
+    assert action_of("7", schema) == {"x": 7}
+    assert len(openenv._options(tangle, schema)) == 301
 
 
 def test_a_choice_is_a_whole_word() -> None:

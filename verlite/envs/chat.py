@@ -6,9 +6,9 @@ assistant is taken from a conversation with made-up words of the assistant, and 
 
 import math
 import re
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from verlite.chat_template import limited
@@ -122,8 +122,8 @@ class Chat:
         text = write(messages)
         if len(text) > self._longest:
             raise TextTooLong(len(text))
-        number = next(n for n in count() if f"gizmo{n}x" not in text)
-        begin, end = f"begin gizmo{number}x", f"end gizmo{number}x"
+        mark = secrets.token_hex(8)  # which no message can know
+        begin, end = f"begin {mark}", f"end {mark}"
         marked = self._marked([*messages], begin, end)
         if marked == [*messages]:
             return self.encode(text)

@@ -120,17 +120,24 @@ def _fenced(text: str) -> str:
     return found
 
 
-def _options(
-    field: Mapping[str, Any], schema: Mapping[str, Any], depth: int = 8
-) -> list[Mapping[str, Any]]:
-    """Return the schemas that a field may have, in their order: `$ref` is followed, and each of
-    `anyOf`, `oneOf` and `allOf` is one. depth: how many of them inside each other."""
-    parts = [part for kind in ("anyOf", "oneOf", "allOf") for part in field.get(kind) or ()]
-    if "$ref" in field:
-        parts = [(schema.get("$defs") or {}).get(str(field["$ref"]).rpartition("/")[2]) or {}]
-    if not depth or not parts or "properties" in field:
-        return [field]
-    return [option for part in parts for option in _options(part, schema, depth - 1)]
+def _options(field: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schemas that a field may have, in their order: each `$ref` is followed once, and
+    each of `anyOf`, `oneOf` and `allOf` is one."""
+    found: list[Mapping[str, Any]] = []
+    followed: set[str] = set()
+    waiting = [field]
+    while waiting:
+        field = waiting.pop()
+        parts = [part for kind in ("anyOf", "oneOf", "allOf") for part in field.get(kind) or ()]
+        if "$ref" in field:
+            name = str(field["$ref"]).rpartition("/")[2]
+            parts = [] if name in followed else [(schema.get("$defs") or {}).get(name) or {}]
+            followed.add(name)
+        elif not parts or "properties" in field:
+            found.append(field)
+            continue
+        waiting += reversed(parts)
+    return found
 
 
 def _value(text: str, field: Mapping[str, Any]) -> Any:
@@ -346,16 +353,17 @@ class OpenEnv(EnvFactory):
             raise EnvironmentLost(f"{self._url}{path}: {_words(error)}") from error
 
     async def end_if_it_hangs(self, ended: "asyncio.Future[None] | None") -> None:
-        """End a command that was late, unless it answers /health. The next sample starts it again.
+        """End a command that was late, unless /health answers. The next sample starts it again.
 
         ended: of the command that was late.
         """
         if self._program is None or ended is None or ended.done():
             return
+        patience = aiohttp.ClientTimeout(total=HEALTH_S)
         try:
-            async with asyncio.timeout(HEALTH_S):
-                await self._get("/health")
-        except (ToolError, TimeoutError):
+            async with self._http.get(f"{self._url}/health", timeout=patience):
+                return  # also with an error: it is busy
+        except (TimeoutError, aiohttp.ClientError):
             if not ended.done():
                 await self._program.end(f"it hangs: no answer to /health within {HEALTH_S:g} s")
 
