@@ -43,6 +43,11 @@ class CpuKernels(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(isinstance(x, FakeTensor) for x in tensors):
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:  # such as `to`, which autograd has taken apart elsewhere
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         if _name(func) in NATIVE or _is_view(func):
             return func(*args, **kwargs)
         if (

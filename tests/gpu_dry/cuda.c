@@ -7,6 +7,7 @@
  *
  *   DRY_GPUS   number of GPUs (1); CUDA_VISIBLE_DEVICES chooses among them by number
  *   DRY_NVML   0: NVML cannot be started
+ *   DRY_STRICT set: a fault ends the process
  */
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -44,6 +45,10 @@ static void note(const char* name, int device, size_t bytes, void* stream, const
   *row = (Row){.device = device, .bytes = (long)bytes, .stream = stream, .place = (void*)place};
   snprintf(row->name, sizeof row->name, "%s", name);
   UNLOCK;
+  if (getenv("DRY_STRICT") && (!strncmp(name, "fault", 5) || !strcmp(name, "kernel"))) {
+    fprintf(stderr, "%s\n", name);
+    abort();
+  }
 }
 #define NOTE(bytes, stream, place) note(__func__, current, bytes, stream, place)
 void dry_note(const char* name) { note(name, current, 0, 0, 0); }
