@@ -105,6 +105,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/server.py
 	$(BIN)/python recipes/benchmark/sync.py
 	$(BIN)/python recipes/benchmark/memory.py
+	$(BIN)/python recipes/benchmark/long_context.py
 	$(BIN)/python recipes/benchmark/controller.py
 	$(BIN)/python recipes/benchmark/driver.py
 	$(BIN)/python recipes/benchmark/startup.py

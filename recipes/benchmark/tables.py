@@ -312,6 +312,32 @@ def _controller(found: dict[str, Any]) -> str:
     return "\n".join(made)
 
 
+def _long_context(found: dict[str, Any]) -> str:
+    """Peak memory and time of an update by length and by what saves memory."""
+    rows = []
+    base = next(iter(found["means"].values()))
+    for means, lengths in found["means"].items():
+        for length, row in lengths.items():
+            shown = ("", "", "")
+            if "peak" in row:
+                price = row["cpu_seconds"] / base[length]["cpu_seconds"]
+                shown = (
+                    f"{row['peak'] / 2**20:,.0f}",
+                    f"{row['cpu_seconds']:.2f} s",
+                    f"{price:.2f}",
+                )
+            rows.append((means, f"{int(length):,}", f"{row['planned'] / 2**20:,.0f}", *shown))
+    head = (
+        "an update with one sequence",
+        "tokens",
+        "MiB planned",
+        "MiB, torch's allocator",
+        "CPU time of rank 0",
+        "of the default's",
+    )
+    return table(head, rows)
+
+
 def _driver(found: dict[str, Any]) -> str:
     """The driver's own work for one step, before and after what the page tells of."""
     groups = {
@@ -589,6 +615,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "memory": _memory,
     "controller": _controller,
     "driver": _driver,
+    "long_context": _long_context,
     "controller_starts": _starts,
     "startup": _startup,
     "commands": _commands,

@@ -1,0 +1,133 @@
+"""Peak memory and time of an update with one long sequence, by length and by what saves memory; the
+plan beside it, also for lengths that were not run.
+
+python recipes/benchmark/long_context.py [--lengths 8192 16384 32768] [--planned 131072]
+
+A Qwen2 with two layers of width 64 and a vocabulary of 2,048, in float32 on CPU ranks. Peaks are
+those of torch's allocator on rank 0, as in memory.py; seconds are CPU seconds of an update on that
+rank. "head in one piece" computes the log-probs of all tokens at once.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import socket
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from report import keep
+from workload import BUILD, model_in
+
+from verlite.engine.fsdp import TrainEngine
+from verlite.sizing.dry_engine import DryEngineSpec
+from verlite.sizing.measure import Objective, Passes, PassRows, measure, rows_batch
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
+
+MEANS: dict[str, tuple[dict[str, Any], int]] = {
+    "recomputation, the default": ({}, 1),
+    "all activations kept": ({"enable_gradient_checkpointing": False}, 1),
+    "activations offloaded": ({"enable_activation_offload": True}, 1),
+    "head in one piece": ({}, 1),
+    "Ulysses over two ranks": ({}, 2),
+}
+CHUNKS = "verlite.algorithms.logprobs.CHUNK_ELEMENTS"
+
+
+def spec_of(means: str, length: int) -> tuple[DryEngineSpec, Passes]:
+    options, ranks = MEANS[means]
+    folder = model_in(
+        BUILD / "long",
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+    )
+    model = ModelSpec(path=str(folder), **options)
+    rows = PassRows((length,), length - 1024)
+    spec = DryEngineSpec(model, FSDPSpec(), OptimSpec(), "lm", ranks, ranks, "cpu", "float32")
+    return spec, Passes(None, rows)
+
+
+def planned(means: str, length: int) -> int:
+    """Return the plan's bytes for an update."""
+    chunks = {"cpu": 2**62} if "one piece" in means else {"cpu": 2**24}
+    with mock.patch(CHUNKS, chunks):
+        return measure(*spec_of(means, length)).update
+
+
+def real(means: str, length: int, rank: int, port: int) -> dict[str, float]:
+    """Return rank's peak during the second update, and its CPU seconds."""
+    spec, passes = spec_of(means, length)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=spec.ranks)
+    chunks = {"cpu": 2**62} if "one piece" in means else {"cpu": 2**24}
+    live = most = 0
+
+    def traced(call: Any) -> Any:
+        nonlocal live, most
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            result = call()
+            gc.collect()
+        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        most = live
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            live += event.nbytes()
+            most = max(most, live)
+        return result
+
+    engine = traced(
+        lambda: TrainEngine(
+            spec.model,
+            spec.fsdp,
+            spec.optim,
+            head="lm",
+            device="cpu",
+            sequence_parallel=spec.sequence_parallel,
+        )
+    )
+    assert passes.update is not None
+    batch, micro = rows_batch(passes.update)
+    with mock.patch(CHUNKS, chunks):
+        traced(lambda: engine.update(batch, micro, 1.0, Objective(with_entropy=False)))
+        peak, began = most, time.process_time()
+        engine.update(batch, micro, 1.0, Objective(with_entropy=False))
+    return {"peak": peak, "cpu_seconds": time.process_time() - began}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--planned", type=int, nargs="*", default=[131072])
+    parser.add_argument("--means", nargs="+", choices=MEANS, default=list(MEANS))
+    args = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
+    context = multiprocessing.get_context("spawn")
+    for means in args.means:
+        ranks = MEANS[means][1]
+        spec_of(means, 8192)  # writes the model
+        for length in args.lengths + args.planned:
+            with socket.socket() as one:
+                one.bind(("127.0.0.1", 0))
+                port = one.getsockname()[1]
+            with ProcessPoolExecutor(1 + ranks, context) as pool:
+                row: dict[str, Any] = {"planned": pool.submit(planned, means, length).result()}
+                if length in args.lengths:
+                    asked = [pool.submit(real, means, length, r, port) for r in range(ranks)]
+                    row |= asked[0].result()
+            found.setdefault(means, {})[str(length)] = row
+            print(means, length, json.dumps(row), flush=True)
+    keep("long_context", {"means": found})
+
+
+if __name__ == "__main__":
+    main()
