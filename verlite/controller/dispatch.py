@@ -140,7 +140,9 @@ def split_rows(data: "DataProto", ranks: int) -> list["DataProto"]:
     if rows is None:
         return [data[start:stop] for start, stop in near_equal_bounds(len(data), ranks)]
     data = data.select(meta_info_keys=[name for name in data.meta_info if name != "assignment"])
-    return [data.select_idxs(part) for part in rows]
+    ordered = data.select_idxs(np.concatenate(rows))  # of which a rank's rows are a view
+    stops = np.cumsum([len(part) for part in rows]).tolist()
+    return [ordered[stop - len(part) : stop] for part, stop in zip(rows, stops, strict=True)]
 
 
 def join_rows(results: list[Any], data: "DataProto") -> Any:
