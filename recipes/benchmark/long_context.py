@@ -2,6 +2,9 @@
 plan beside it, also for lengths that were not run.
 
 python recipes/benchmark/long_context.py [--lengths 8192 16384 32768] [--planned 131072]
+    [--means ...]
+
+What was measured before and is not measured again stays in results.json.
 
 A Qwen2 with two layers of width 64 and a vocabulary of 2,048, in float32 on CPU ranks. Peaks are
 those of torch's allocator on rank 0, as in memory.py; seconds are CPU seconds of an update on that
@@ -20,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from report import keep
+from report import keep, read
 from workload import BUILD, model_in
 
 from verlite.engine.fsdp import TrainEngine
@@ -99,7 +102,9 @@ def real(means: str, length: int, rank: int, port: int) -> dict[str, float]:
         traced(lambda: engine.update(batch, micro, 1.0, Objective(with_entropy=False)))
         peak, began = most, time.process_time()
         engine.update(batch, micro, 1.0, Objective(with_entropy=False))
-    return {"peak": peak, "cpu_seconds": time.process_time() - began}
+        took = time.process_time() - began
+    dist.destroy_process_group()
+    return {"peak": peak, "cpu_seconds": took}
 
 
 def main() -> None:
@@ -110,23 +115,25 @@ def main() -> None:
     parser.add_argument("--planned", type=int, nargs="*", default=[131072])
     parser.add_argument("--means", nargs="+", choices=MEANS, default=list(MEANS))
     args = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
-    context = multiprocessing.get_context("spawn")
+    found: dict[str, dict[str, Any]]
+    found = read().get("parts", {}).get("long_context", {}).get("means", {})
     for means in args.means:
         ranks = MEANS[means][1]
         spec_of(means, 8192)  # writes the model
-        for length in args.lengths + args.planned:
-            with socket.socket() as one:
-                one.bind(("127.0.0.1", 0))
-                port = one.getsockname()[1]
-            with ProcessPoolExecutor(1 + ranks, context) as pool:
+        rows = found.setdefault(means, {})
+        with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
+            for length in args.lengths + args.planned:
                 row: dict[str, Any] = {"planned": pool.submit(planned, means, length).result()}
                 if length in args.lengths:
+                    with socket.socket() as one:
+                        one.bind(("127.0.0.1", 0))
+                        port = one.getsockname()[1]
                     asked = [pool.submit(real, means, length, r, port) for r in range(ranks)]
                     row |= asked[0].result()
-            found.setdefault(means, {})[str(length)] = row
-            print(means, length, json.dumps(row), flush=True)
-    keep("long_context", {"means": found})
+                rows[str(length)] = row
+                print(means, length, json.dumps(row), flush=True)
+        found[means] = {length: rows[length] for length in sorted(rows, key=int)}
+        keep("long_context", {"means": {name: found[name] for name in MEANS if name in found}})
 
 
 if __name__ == "__main__":
