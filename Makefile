@@ -75,8 +75,9 @@ gpu-dry: $(GPU_DRY)/bin/python
 $(GPU_DRY)/bin/python:
 	$(MAKE) setup
 	$(BIN)/uv venv -q --python $(BIN)/python $(GPU_DRY)
-	$(BIN)/uv pip install -q --python $(GPU_DRY)/bin/python torch==2.13.0 pytest pytest-timeout
-	$(BIN)/uv pip install -q --python $(GPU_DRY)/bin/python --no-deps -r requirements/core.txt
+	$(BIN)/uv pip install -q --python $(GPU_DRY)/bin/python torch==2.13.0 pytest pytest-timeout \
+		&& $(BIN)/uv pip install -q --python $(GPU_DRY)/bin/python --no-deps -r requirements/core.txt \
+		|| { rm -rf $(GPU_DRY); exit 1; }
 
 # Plant every known bug, one at a time, and write docs/mutants.md. Takes less than an hour.
 mutants: setup-test

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verlite.engine import attention
 from verlite.engine.attention import Paths, Sequences, packed_attention
+from verlite.engine.model import _Select
 
 LENGTHS = (5, 1, 8, 3)
 
@@ -104,6 +105,13 @@ def test_gradients_of_shared_tokens_are_summed_in_float32() -> None:
     paths.gather(x).sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
     assert x.grad.flatten().tolist() == [1024.0, 1024.0]
+
+
+def test_gradients_of_shared_hidden_states_are_summed_in_float32() -> None:
+    hidden = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    _Select.apply(hidden, torch.tensor([0] * 1024 + [1])).sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    assert hidden.grad.flatten().tolist() == [1024.0, 1.0]
 
 
 def test_unsupported_attention_raises() -> None:

@@ -82,7 +82,7 @@ def test_every_loss_and_aggregation_has_the_same_gradient(tiny_qwen2: str) -> No
     compare(tiny_qwen2, cases, {})
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-14)])
 def test_losses_differ_by_the_order_of_sums_alone(
     dtype: torch.dtype, limit: float, tmp_path: Any
 ) -> None:

@@ -190,7 +190,7 @@ class ModelInputs:
             rows.apply(collect)
         moved = iter(to_device(tensors, device))
         inputs = self.mapped(lambda _: next(moved))
-        return inputs, None if rows is None else rows.apply(lambda _: next(moved))
+        return inputs, None if rows is None else rows.apply(lambda _: next(moved), device=device)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "ModelInputs":
         """Return a copy with the function's results for all tensors."""

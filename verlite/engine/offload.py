@@ -60,7 +60,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     memory = torch.empty(_total(tensors), dtype=torch.uint8, pin_memory=True)
     for piece, tensor in zip(_pieces(memory, tensors), tensors, strict=True):
         piece.copy_(tensor)
-    return list(_pieces(memory.to(device, non_blocking=True), tensors))
+    # .data: a write in place to one of them must not count as one to all of their shared memory.
+    return [piece.data for piece in _pieces(memory.to(device, non_blocking=True), tensors)]
 
 
 def has_own_memory(device: torch.device) -> bool:

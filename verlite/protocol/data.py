@@ -266,12 +266,12 @@ class DataProto(VerlVerbs):
             if tensor.ndim == 1 and tensor.dtype in names and tensor.device.type == "cpu":
                 names[tensor.dtype].append(name)
         joined = [own for own in names.values() if own]
-        apart = tensors.keys() - {name for own in joined for name in own}
+        in_one = {name for own in joined for name in own}
         return {
             "rows": len(self),
             "names": list(tensors),
             "joined": [(own, _to_numpy(torch.stack([tensors[n] for n in own]))) for own in joined],
-            "tensors": {name: _to_numpy(tensors[name]) for name in apart},
+            "tensors": {n: _to_numpy(t) for n, t in tensors.items() if n not in in_one},
             "non_tensor_batch": {n: _by_field(c) for n, c in self.non_tensor_batch.items()},
             "meta_info": self.meta_info,
         }
