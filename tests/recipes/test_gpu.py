@@ -206,7 +206,7 @@ def test_the_command_ends_within_nine_minutes(script):
     module = script("gpu")
     parts = list(module.parts_of("cuda"))
     assert parts[:5] == ["attention", "ipc", "training", "trees", "memory"]
-    assert parts[4:8] == ["machine", "1.5b", "7b-width", "hf"]
+    assert parts[5:9] == ["machine", "1.5b", "7b-width", "hf"]
     assert all(part.needs < part.seconds for part in module.parts_of("cuda").values())
 
 
