@@ -48,6 +48,7 @@ _FILE_DTYPES = {
 }
 """Dtypes of weights in safetensors files, by their names there."""
 
+
 class _Select(torch.autograd.Function):
     """hidden[source] for hidden [T, H] and source [K]. The gradient of a token that several targets
     share is summed in float32 and in a fixed order; that of indexing is in any order."""
