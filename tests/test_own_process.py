@@ -30,7 +30,7 @@ class Program:
         self.lines = asyncio.Queue()
         settings = {"start_s": 60.0, "memory_gb": 2.0, "variables": {"COLOR": "red"}, **options}
         self.process = OwnProcess(
-            lambda: [python, "-u", "-c", code],
+            [python, "-u", "-c", code],
             self.ready,
             on_line=lambda line: self.lines.put_nowait(line.decode()),
             **settings,

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,11 @@ VERL_HINT = (
     f"verlite can take its place: set the environment variable {VERL_VARIABLE}=1 "
     "(docs/migration/verl.md)"
 )
+
+
+def is_function(words: Sequence[str]) -> bool:
+    """Return whether the words of agent.command are one: FILE.py:NAME or package.module:NAME."""
+    return len(words) == 1 and words[0].rpartition(":")[0] != ""
 
 
 def import_ahead(*modules: str) -> None:

@@ -48,7 +48,7 @@ def split(parent: int, memory_bytes: int) -> None:
     with suppress(OSError):  # some containers forbid it, and rewards work without it
         Path("/proc/self/oom_score_adj").write_text("1000")  # first when memory runs out
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _prctl(_SUBREAPER, 1)
+    adopt_orphans()
     keeper = os.getpid()
     output, child_output = os.pipe()
     ended, wakeup = os.pipe()
@@ -77,6 +77,11 @@ def split(parent: int, memory_bytes: int) -> None:
         os.close(descriptor)
     with suppress(ValueError, OSError):  # the hard limit is lower
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def adopt_orphans() -> None:
+    """Make what the descendants of this process leave behind its children."""
+    _prctl(_SUBREAPER, 1)
 
 
 def descendants(pid: int) -> list[int]:

@@ -8,7 +8,7 @@ again.
     async def ready(program):
         ...  # wait until it answers
 
-    async with OwnProcess(lambda: [python, "serve.py"], ready, start_s=9, memory_gb=4) as program:
+    async with OwnProcess([python, "serve.py"], ready, start_s=9, memory_gb=4) as program:
         await program.running()  # before each sample
 """
 
@@ -63,7 +63,6 @@ async def start_kept(
     memory_gb: float,
     folder: str | None,
     variables: Mapping[str, str],
-    descriptors: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
     """Start Python code with a keeper, in a session of its own, and with pipes.
 
@@ -72,7 +71,6 @@ async def start_kept(
         memory_gb: limit of the memory of each of its processes, in GiB.
         folder: its working directory; None for the current one.
         variables: its environment.
-        descriptors: files of this process that it has, too.
 
     Raises:
         OSError: there are no more processes, files or memory.
@@ -88,7 +86,6 @@ async def start_kept(
                 cwd=folder,
                 env=variables,
                 start_new_session=True,
-                pass_fds=descriptors,
                 limit=MAX_LINE,
             )
         except RuntimeError as error:
@@ -161,7 +158,7 @@ class OwnProcess:
 
     def __init__(
         self,
-        words: Callable[[], Sequence[str]],
+        words: Sequence[str],
         ready: "Callable[[OwnProcess], Awaitable[object]]",
         *,
         start_s: float,
@@ -170,12 +167,12 @@ class OwnProcess:
         secret_env_vars: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         on_line: Callable[[bytes], None] | None = None,
-        descriptors: Sequence[int] = (),
+        fill: Callable[[Sequence[str]], Sequence[str]] = lambda words: words,
     ) -> None:
         """Prepare; nothing is started yet.
 
         Args:
-            words: returns the program and its arguments. It is called at each start.
+            words: the program and its arguments.
             ready: returns once the program can serve samples. It is called after each start.
             start_s: seconds that `ready` may take.
             memory_gb: limit of the memory of each of its processes, in GiB.
@@ -183,17 +180,16 @@ class OwnProcess:
             secret_env_vars: variables that it gets although their names look like secrets.
             variables: further variables of its environment.
             on_line: gets each line of its output; None: they go to the log, as do its errors.
-            descriptors: files of this process that it has, too.
+            fill: puts into the words what is known at a start only.
         """
-        self._command = words
-        self._words: Sequence[str] = ()
+        self._words = words
+        self._fill = fill
         self._ready = ready
         self._start_s = start_s
         self._memory_gb = memory_gb
         self._folder = folder
         self._variables = variables_for_programs(secret_env_vars) | dict(variables or {})
         self._on_line = on_line
-        self._descriptors = descriptors
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -251,17 +247,15 @@ class OwnProcess:
         await self.end("it is started again")
         self.log.clear()
         self.starts += 1
-        self._words = self._command()
         ended = self._ended = asyncio.get_running_loop().create_future()
         ended.add_done_callback(lambda done: done.exception())  # no sample need wait for it
         try:
             self._process = await start_kept(
                 EXECUTE,
-                self._words,
+                self._fill(self._words),
                 self._memory_gb,
                 self._folder,
                 self._variables,
-                self._descriptors,
             )
         except BaseException as error:
             self._ended = None

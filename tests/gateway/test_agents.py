@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -16,7 +17,7 @@ import verlite
 from tests.engine.graphs import session_of, trajectory_of
 from tests.envs.test_chat import QWEN, tokenizer_of
 from tests.gateway.speaker import Speaker
-from verlite.gateway import program
+from verlite.gateway import forks, program
 from verlite.gateway.agents import Agents, Task
 from verlite.gateway.program import MAX_VARIABLE, ProgramError, score_of
 from verlite.rewards.result import BadReturn, RewardResult
@@ -348,6 +349,165 @@ def test_if_the_process_of_the_forks_is_killed_it_starts_again(tmp_path):
     killed, after = asyncio.run(asyncio.wait_for(run(), 120))
     assert "was killed by SIGKILL" in killed.error and killed.score is None
     assert (after.error, after.score) == (None, RewardResult(1.0))
+
+
+WRITE = """
+import json, os, sys, time
+import odd
+task = json.load(sys.stdin)
+open(task["name"], "w").close()
+for other in task.get("until", ()):
+    while not os.path.exists(other): time.sleep(0.01)
+if task.get("leaves"):
+    if os.fork() == 0:
+        os.setsid()
+        for file in range(3): os.close(file)
+        open("left_", "w").write(str(os.getpid()))
+        os.rename("left_", "left")
+        time.sleep(600)
+    while not os.path.exists("left"): time.sleep(0.01)
+    os.kill(os.getppid(), 9)
+    time.sleep(600)
+os.write(1, b"1\\n")  # before what is left in a buffer
+"""
+"""A program that writes a file of its task's name, and may wait for another, or leave a child."""
+ODD = """
+import os, subprocess
+print("loading")
+child = subprocess.Popen(["sleep", "600"])
+open("module_child", "w").write(str(child.pid))
+fork, left = os.fork, [0]
+def fails_at_times():
+    if os.path.exists("refuse") and os.getppid() != 1 and os.getpid() == importer:
+        os.remove("refuse")
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+importer, os.fork = os.getpid(), fails_at_times
+"""
+"""A module that prints, starts a process, and makes `os.fork` fail where a file says so."""
+
+
+def with_forks(tmp_path, main, run=asyncio.run):
+    """Run `main(own, started)`, where `started(name, ...)` runs WRITE in one process of forks."""
+    (tmp_path / "agent.py").write_text(WRITE)
+    (tmp_path / "odd.py").write_text(ODD)
+    spec = AgentSpec(f"{sys.executable} {tmp_path}/agent.py", preload=["odd"])
+
+    async def inside():
+        async with forks.Forks(spec, str(tmp_path)) as own:
+
+            def started(name, timeout_s=60.0, **task):
+                settings = {"timeout_s": timeout_s, "memory_gb": 2.0, "forks": own}
+                return program.run(spec.command, {"name": name, **task}, "", "", **settings)
+
+            return await main(own, started)
+
+    return run(asyncio.wait_for(inside(), 120))
+
+
+def importer_of(own):
+    (importer,) = psutil.Process(own._process._process.pid).children()
+    return importer
+
+
+def test_samples_of_a_process_that_is_stopped_or_killed_end(tmp_path, monkeypatch):
+    sent, connect = asyncio.Event(), forks._connect
+
+    async def connects(*args):
+        await connect(*args)
+        sent.set()
+
+    monkeypatch.setattr(forks, "_connect", connects)
+
+    async def main(own, started):
+        assert await started("first") == "1"
+        importer = importer_of(own)
+        importer.suspend()
+        with pytest.raises(ProgramError, match=r"did not end within agent.timeout_s=0.2"):
+            await started("late", 0.2)
+        importer.resume()
+        assert await started("second") == "1"
+        wait_until_gone({child.pid for child in importer.children()} - {module_child()})
+        assert not (tmp_path / "late").exists()  # nobody waits for it
+        importer.suspend()
+        waiting = asyncio.ensure_future(started("third"))
+        sent.clear()
+        await sent.wait()
+        importer.kill()
+        assert await waiting == "1"
+        assert importer_of(own) != importer
+
+    def module_child():
+        return int((tmp_path / "module_child").read_text())
+
+    with_forks(tmp_path, main)
+
+
+def test_what_modules_and_programs_do_ends_no_other_sample(tmp_path, monkeypatch):
+    """A module prints and has a process that ends; a fork fails; a program kills its keeper."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+    async def main(own, started):
+        running = asyncio.ensure_future(started("running", until=["end"]))
+        while not (tmp_path / "running").exists():
+            await asyncio.sleep(0.01)
+        (tmp_path / "refuse").touch()
+        with pytest.raises(
+            ProgramError, match="cannot be started: .Errno 11. Resource temporarily"
+        ):
+            await started("refused")
+        with pytest.raises(ProgramError, match="was killed by SIGKILL"):
+            await started("leaves", leaves=True)
+        wait_until_gone([int((tmp_path / "left").read_text())])
+        module_child = psutil.Process(int((tmp_path / "module_child").read_text()))
+        assert module_child.status() == psutil.STATUS_SLEEPING
+        module_child.kill()
+        wait_until_gone([module_child.pid])
+        ask = (
+            "import socket, sys; connection = socket.socket(socket.AF_UNIX)\n"
+            "connection.connect('\\0' + sys.argv[1]); print(connection.recv(9))"
+        )
+        asked = [sys.executable, "-c", ask, own._address[1:].decode()]
+        assert subprocess.check_output(asked) == b"b''\n"  # only its own worker is answered
+        (tmp_path / "end").touch()
+        assert await running == "1" and own._process.starts == 1
+
+    with_forks(tmp_path, main)
+
+
+def test_forked_samples_leave_no_file_open_in_uvloop(tmp_path):
+    async def main(own, started):
+        await started("first")
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            assert set(await asyncio.gather(*(started("a") for _ in range(10)))) == {"1"}
+        end = time.monotonic() + 60
+        while len(os.listdir("/proc/self/fd")) > before:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+    with_forks(tmp_path, main, pytest.importorskip("uvloop").run)
+
+
+@pytest.mark.parametrize("command", [f"{sys.executable} link/agent.py -x", "folder/agent.py:agent"])
+def test_a_fork_has_the_names_of_a_program_that_is_started(tmp_path, command):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "folder" / "agent.py").write_text(
+        "import sys\ndef agent(*_): return str((__name__, __file__, sys.argv, sys.path[0]))\n"
+        "if __name__ == '__main__': print(agent(), sys.modules['__main__'].agent is agent)"
+    )
+
+    async def names(own):
+        settings = {"timeout_s": 60.0, "memory_gb": 2.0, "folder": str(tmp_path), "forks": own}
+        return await program.run(command, {}, "", "", **settings)
+
+    async def run():
+        async with forks.Forks(AgentSpec(command, preload=["json"]), str(tmp_path)) as own:
+            return await names(own), await names(None)
+
+    forked, started = asyncio.run(asyncio.wait_for(run(), 120))
+    assert forked == started and "agent.py" in started
 
 
 @pytest.mark.parametrize(

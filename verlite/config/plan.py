@@ -23,6 +23,7 @@ from verlite.config.schema import (
     RolloutConfig,
 )
 from verlite.hub import HubError, local_file
+from verlite.importing import is_function
 from verlite.masking import display
 from verlite.spec import catalog, correction
 from verlite.spec.correction import RolloutCorrection
@@ -668,7 +669,7 @@ def program_words(command: str | None) -> list[str]:
 def program_code(config: Config) -> str | None:
     """Return the Python file that agent.command names, or the module of its function."""
     words = program_words(config.agent.command)
-    if len(words) == 1 and ":" in words[0]:
+    if is_function(words):
         return words[0].rpartition(":")[0]
     return next((word for word in words if word.endswith(".py")), None)
 
@@ -676,7 +677,7 @@ def program_code(config: Config) -> str | None:
 def can_fork(command: str) -> bool:
     """Return whether agent.command is an interpreter and its file, or a function."""
     words = program_words(command)
-    return len(words) == 1 and ":" in words[0] or len(words) > 1 and words[1].endswith(".py")
+    return is_function(words) or len(words) > 1 and words[1].endswith(".py")
 
 
 def is_credit(rule: str) -> bool:

@@ -1201,9 +1201,12 @@ class AgentConfig:
         "function, my_agent.py:agent, that is called with task, base URL and key. null: no "
         "program.")
     preload: list[str] = key([],
-        "Modules that programs import, such as [openai]: imported once for each engine, in a "
-        "process that forks for each sample. It takes most of the CPU time out of a short program "
-        "in Python. The modules must not read the address of the session when they are imported.",
+        "Modules that programs import, such as [openai]: imported once by each engine, in a "
+        "process that forks for each sample; in synchronous training once in each generation "
+        "phase. It takes most of the CPU time out of a short program in Python. The modules must "
+        "not read the address of the session when they are imported. Random generators that they "
+        "keep, such as numpy.random.default_rng(), draw the same in all forks of a process; those "
+        "of the modules random and numpy.random do not.",
         used_when=".command!=null")
     verifiers: Optional[str] = key(None,
         "Agent: taskset of the verifiers package, such as gsm8k-v1, that is run for each sample "

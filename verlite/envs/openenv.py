@@ -246,18 +246,23 @@ class OpenEnv(EnvFactory):
         )
         self._url = str(self._base)
         if self._words:
-            limit = self._memory_gb
             self._program = await self._stack.enter_async_context(
-                OwnProcess(self._command, self._answers, start_s=self._start_s, memory_gb=limit)
+                OwnProcess(
+                    self._words,
+                    self._answers,
+                    start_s=self._start_s,
+                    memory_gb=self._memory_gb,
+                    fill=self._with_port,
+                )
             )
         return self
 
-    def _command(self) -> list[str]:
+    def _with_port(self, words: Sequence[str]) -> list[str]:
         """Return the command with a free port. Another program may take it first; then the server
         does not start, and the next start has another one."""
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
-        return [word.replace("{port}", str(port)) for word in self._words]
+        return [word.replace("{port}", str(port)) for word in words]
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()

@@ -13,42 +13,48 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from verlite.own_process import OwnProcess, absolute_path
+from verlite.importing import is_function
+from verlite.own_process import OwnProcess, ProcessEnded, absolute_path
 from verlite.spec.roles import AgentSpec
 
 SCRIPT = Path(__file__).with_name("fork_process.py")
 START_S = 300.0
 """How long the imports may take."""
+WAIT_S = 0.01
 
 
 class Fork:
-    """A program that is a fork, with what asyncio's Process has."""
+    """A program that is a fork, with what asyncio's Process has. `close` it at its end."""
 
     def __init__(
         self,
         pid: int,
-        connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        connection: asyncio.StreamReader,
         stdin: asyncio.StreamWriter,
         stdout: asyncio.StreamReader,
         stderr: asyncio.StreamReader,
+        ends: ExitStack,
     ) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
-        self._ended = asyncio.ensure_future(self._end(*connection))
+        self.close = ends.close
+        self._ended = asyncio.ensure_future(self._end(connection))
 
     async def wait(self) -> int:
         """Return the exit code, negative for a signal, once the program has ended."""
         return await asyncio.shield(self._ended)
 
-    async def _end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    async def _end(self, connection: asyncio.StreamReader) -> int:
         # If the process is killed, its forks are, too, and nothing says so.
-        self.returncode = int(await reader.readline() or -signal.SIGKILL)
-        writer.close()
+        try:
+            self.returncode = int(await connection.readline() or -signal.SIGKILL)
+        except ConnectionError:
+            self.returncode = -signal.SIGKILL
         return self.returncode
 
 
@@ -59,26 +65,23 @@ class Forks:
         """Prepare; nothing is started yet. folder: working directory of the programs."""
         assert spec.command is not None
         words = shlex.split(spec.command)
-        is_function = len(words) == 1
-        self._channel, self._far = socket.socketpair()
         settings = {
             "words": words,
             "modules": list(spec.preload),
             "memory_bytes": int(spec.memory_gb * (1 << 30)),
             "root": str(SCRIPT.parents[2]),
-            "path": absolute_path() if is_function else None,
-            "channel": self._far.fileno(),
+            "path": absolute_path() if is_function(words) else None,
+            "worker": os.getpid(),
         }
-        python = sys.executable if is_function else words[0]
+        python = sys.executable if is_function(words) else words[0]
         self._process = OwnProcess(
-            lambda: [python, "-P", str(SCRIPT), json.dumps(settings)],
+            [python, "-P", str(SCRIPT), json.dumps(settings)],
             self._imported,
             start_s=START_S,
             memory_gb=spec.memory_gb,
             folder=folder,
             secret_env_vars=spec.secret_env_vars,
-            on_line=lambda line: self._ready.set_result(None),
-            descriptors=(self._far.fileno(),),
+            on_line=lambda line: self._ready.set_result(line),
         )
 
     async def __aenter__(self) -> Self:
@@ -86,66 +89,77 @@ class Forks:
 
     async def __aexit__(self, *error: object) -> None:
         await self._process.__aexit__(*error)
-        self._channel.close()
-        self._far.close()
 
     async def start(self, variables: Mapping[str, str]) -> Fork:
         """Start the program of a sample, with these variables as its environment.
 
         Raises:
-            ProcessEnded: the modules cannot be imported.
-            OSError: the process has ended, or there are no more files.
+            ProcessEnded: the modules cannot be imported, or the process has ended twice.
+            OSError: there are no more processes, files or memory.
         """
-        for _ in range(2):  # it may have ended without notice yet
+        is_second = False
+        while True:
             ended = await self._process.running()
-            fork = await self._fork(variables, ended)
-            if fork is not None:
-                return fork
-        raise OSError("the process that imports agent.preload has ended")
+            try:
+                return await self._fork(variables)
+            except ConnectionError:  # the process has ended, perhaps before this sample
+                try:
+                    await asyncio.shield(ended)
+                except ProcessEnded:
+                    if is_second:
+                        raise
+            is_second = True
 
-    async def _fork(
-        self, variables: Mapping[str, str], ended: "asyncio.Future[None]"
-    ) -> Fork | None:
-        with ExitStack() as theirs:
-            connection, stdin = _pair(theirs), _pair(theirs)
-            stdout, stderr = _pipe(theirs), _pipe(theirs)
-            files = [connection[1].fileno(), stdin[1].fileno(), stdout[1], stderr[1]]
-            socket.send_fds(self._channel, [b"\0"], files)
-            streams = [await _reader(end) for end, _ in (stdout, stderr)]
-            _, to_stdin = await asyncio.open_unix_connection(sock=stdin[0])
-            reader, writer = await asyncio.open_unix_connection(sock=connection[0])
-        writer.write(json.dumps(dict(variables)).encode() + b"\n")
-        forked = asyncio.ensure_future(reader.readline())
-        try:
-            await asyncio.wait((forked, ended), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not forked.done():  # nobody may read the message
-                forked.cancel()
-                writer.close()
-        if not forked.done() or not forked.result():
-            return None
-        return Fork(int(forked.result()), (reader, writer), to_stdin, *streams)
+    async def _fork(self, variables: Mapping[str, str]) -> Fork:
+        with ExitStack() as ours, ExitStack() as theirs:
+            to_stdin, stdin = socket.socketpair()
+            theirs.enter_context(stdin)
+            writer = (await _streams(to_stdin, ours))[1]
+            stdout, stdout_file = await _pipe(ours, theirs)
+            stderr, stderr_file = await _pipe(ours, theirs)
+            connection = ours.enter_context(socket.socket(socket.AF_UNIX))
+            await _connect(connection, self._address)
+            reader, to_fork = await _streams(connection, ours)
+            said = (await reader.readline()).decode()
+            if not said:
+                raise ConnectionResetError
+            name, _, pid = said.partition(" ")
+            if name != "pid":
+                raise OSError(said.strip())
+            # The fork waits for this, and ends if the connection is closed before.
+            with suppress(ConnectionError):  # it has ended already, which `Fork` notices
+                socket.send_fds(connection, [b"\0"], [stdin.fileno(), stdout_file, stderr_file])
+            to_fork.write(json.dumps(dict(variables)).encode() + b"\n")
+            return Fork(int(pid), reader, writer, stdout, stderr, ours.pop_all())
 
     async def _imported(self, process: OwnProcess) -> None:
         self._ready = asyncio.get_running_loop().create_future()
-        await self._ready
+        self._address = b"\0" + (await self._ready).strip()
 
 
-def _pair(theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
-    ours, far = socket.socketpair()
-    theirs.enter_context(far)
-    return ours, far
+async def _connect(connection: socket.socket, address: bytes) -> None:
+    connection.setblocking(False)
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError:  # as many samples as fit wait for the process
+            await asyncio.sleep(WAIT_S)
 
 
-def _pipe(theirs: ExitStack) -> tuple[int, int]:
-    ours, far = os.pipe()
-    theirs.callback(os.close, far)
-    return ours, far
+async def _streams(
+    end: socket.socket, ours: ExitStack
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(sock=end)
+    ours.callback(lambda: writer.transport.abort())  # a writer that is deleted closes it
+    return reader, writer
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
+async def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[asyncio.StreamReader, int]:
+    end, file = os.pipe()
+    theirs.callback(os.close, file)
     stream = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", 0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(end, "rb", 0)
     )
-    return stream
+    ours.callback(transport.close)  # uvloop does not at the end of the stream
+    return stream, file

@@ -16,11 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 from verlite.gateway.forks import Fork, Forks
+from verlite.importing import is_function
 from verlite.keeper import kill_marked
 from verlite.own_process import (
     EXECUTE,
     TAIL,
-    Kept,
     ProcessEnded,
     cause_of,
     end_kept,
@@ -87,22 +87,20 @@ async def run(
     log = bytearray() if log is None else log
     text = json.dumps(task, default=str)
     words = shlex.split(command)
-    is_function = len(words) == 1 and words[0].rpartition(":")[0]
+    code = _CALL if is_function(words) else EXECUTE
     variables = _variables(text, base_url, token, secret_env_vars)
-    process: asyncio.subprocess.Process | Fork
-    try:
-        if forks is None:
-            process = await start_kept(
-                _CALL if is_function else EXECUTE, words, memory_gb, folder, variables
-            )
-        else:
-            process = await forks.start(variables)
-    except (OSError, ProcessEnded) as error:  # no more processes, files or memory
-        raise ProgramError(f"it cannot be started: {error}") from error
-    assert process.stdin and process.stdout and process.stderr  # all are pipes
+    process: asyncio.subprocess.Process | Fork | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            _, output, errors, code = await asyncio.gather(
+            try:
+                if forks is None:
+                    process = await start_kept(code, words, memory_gb, folder, variables)
+                else:
+                    process = await forks.start(variables)
+            except (OSError, ProcessEnded) as error:  # no more processes, files or memory
+                raise ProgramError(f"it cannot be started: {error}") from error
+            assert process.stdin and process.stdout and process.stderr  # all are pipes
+            _, output, errors, exit_code = await asyncio.gather(
                 _write(process.stdin, text.encode()),
                 _read(process.stdout, MAX_LINE, log),
                 _read(process.stderr, TAIL, log),
@@ -111,9 +109,10 @@ async def run(
     except TimeoutError:
         raise ProgramError(f"it did not end within agent.timeout_s={timeout_s:g}") from None
     finally:
-        await _end(process, token)
-    if code:
-        cause = f"it {cause_of(code, errors)}"
+        if process is not None:
+            await _end(process, token)
+    if exit_code:
+        cause = f"it {cause_of(exit_code, errors)}"
         raise ProgramError(cause, _remedy(cause, os.environ.keys() - variables.keys()))
     return last_line(output)
 
@@ -172,9 +171,13 @@ async def _read(pipe: asyncio.StreamReader, kept: int, log: bytearray) -> bytes:
     return tail
 
 
-async def _end(process: Kept, token: str) -> None:
+async def _end(process: asyncio.subprocess.Process | Fork, token: str) -> None:
     """Kill what is left of a program, which has the token of its session in its environment."""
-    await end_kept(process)
+    try:
+        await end_kept(process)
+    finally:
+        if isinstance(process, Fork):
+            process.close()
     if token and process.returncode in (
         None,
         -signal.SIGKILL,

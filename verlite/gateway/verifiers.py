@@ -3,7 +3,6 @@
 """
 
 import asyncio
-import functools
 import itertools
 import json
 import subprocess
@@ -100,7 +99,7 @@ class Verifiers:
         self._results: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._cancelling: set[asyncio.Task[None]] = set()
         self._process = OwnProcess(
-            functools.partial(words, spec, tokenizer),
+            words(spec, tokenizer),
             self._ready,
             start_s=START_S,
             memory_gb=spec.memory_gb,
