@@ -1,11 +1,9 @@
 """Each invalid command line is reported with its key, the rule and the remedy."""
 
-import importlib.util
 import json
 import math
 import os
 import re
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +20,7 @@ from verlite.config.compile import policy_loss_spec
 from verlite.config.keys import get
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
-from verlite.config.rules import declared, models
+from verlite.config.rules import declared
 from verlite.config.rules.context import Context, nearest_divisors
 from verlite.engine.fsdp import Counts
 from verlite.masking import display, is_secret
@@ -379,14 +377,6 @@ def test_vllm_has_no_kernels_for_some_heads_on_cpus(material):
         assert not [p for p in problems(material, works) if p.key == f"{ROLLOUT}name"]
     found = [p for p in problems(material, [vllm[0], *narrow]) if p.rule.endswith("has 72")]
     assert [(p.key, p.remedy) for p in found] == [(f"{ROLLOUT}name", f"Use {ROLLOUT}name=hf.")]
-
-
-@pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed")
-def test_the_sizes_of_heads_are_those_of_vllm():
-    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
-    text = Path(folder, "v1/attention/backends/cpu_attn.py").read_text()
-    sizes = text.partition("def get_supported_head_sizes")[2].partition("return ")[2]
-    assert tuple(json.loads(sizes.partition("\n")[0])) == models.VLLM_CPU_HEADS
 
 
 @pytest.mark.skipif(installed("vllm"), reason="vllm is installed")

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import importlib
 import random
 import sys
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from tests.rollout.oracle import (
     weights_of,
 )
 from verlite import threads
+from verlite.config.rules.models import VLLM_CPU_HEADS
 from verlite.envs.step import Step
 from verlite.rollout.batched import build_engine
 from verlite.rollout.servers.command import ServerOptions, command, environment
@@ -827,3 +829,18 @@ def test_processes_of_a_server_divide_the_threads(monkeypatch):
     for gib, devices, expected in ((4.0, 1, "6"), (4.0, 3, "2"), (None, 3, None)):
         options = ServerOptions("model", tensor_parallel_size=devices, kv_cache_gb=gib)
         assert environment(options, [], None).get(threads.COUNT) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM for GPUs has no kernels for CPUs")
+def test_sizes_of_heads_with_a_kernel_are_those_of_the_rule():
+    def has_kernel(size):
+        lengths, starts = torch.tensor([4]).int(), torch.tensor([0, 4]).int()
+        try:
+            schedule(1, 2, 2, size, lengths, torch.float32, starts, True, -1, "vec16", True)
+        except RuntimeError as error:
+            assert f"head_dim={size}" in str(error)
+            return False
+        return True
+
+    schedule = importlib.import_module("vllm._custom_ops").cpu_attn_get_scheduler_metadata
+    assert tuple(filter(has_kernel, range(8, 1025, 8))) == VLLM_CPU_HEADS

@@ -249,6 +249,7 @@ def write_whole_run(folder: Path, *overrides: str) -> None:
     model = config_folder(folder / "model", "tiny")
     line = [
         f"actor_rollout_ref.model.path={model}",
+        "+actor_rollout_ref.model.override_config.head_dim=32",  # vLLM's kernels on CPUs have it
         "data.train_files=absent.parquet",
         "algorithm.adv_estimator=grpo",
         "data.train_batch_size=8",

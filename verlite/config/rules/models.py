@@ -23,7 +23,7 @@ LFS_POINTER, LFS_BYTES = b"version https://git-lfs", 1024
 """Start of the text file that a repository has in place of a large one, and the most it has."""
 TEXT_CLASSES = ("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe")
 """Models of images and text whose text part transformers loads as a language model."""
-VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+VLLM_CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads for which vLLM 0.32 has kernels on CPUs. With another one it starts, and
 fails in its first pass."""
 GIVE_MODEL = (
