@@ -53,6 +53,7 @@ class Files:
             "num_hidden_layers": 2,
             "num_attention_heads": 16,
             "num_key_value_heads": 16,
+            "head_dim": 32,
             "max_position_embeddings": 65536,
         }
         (folder / "model" / "config.json").write_text(json.dumps(described))

@@ -267,7 +267,9 @@ thresholds) runs sequences that are longer than all of them, packed or padded as
 gradients. Its reference is transformers' own, untouched model with eager attention, one sequence
 alone. The hf engine does the same with its cache. If the numbers differ, the model is refused,
 and the message says what to change. So architectures that are not on this page are proven or
-refused, too. If no small copy can be built, a warning says so.
+refused, too. If no small copy can be built, a warning says so. A model that differs only where
+samples share their prompt (`model.share_prefixes`) computes each sample alone, and a warning
+says so.
 
 Models whose rotary embedding changes with the longest sequence of a pass (`rope_type` `longrope`
 or `dynamic`) are limited to the length up to which it does not: beyond it a sequence would have

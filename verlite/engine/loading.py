@@ -16,7 +16,7 @@ decoder layer at a time, and copies only its own part of each.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -64,8 +64,8 @@ def proven(model: ModelSpec, kind: str) -> ModelSpec:
     Raises:
         ModelError: on all ranks, if the engine cannot train it.
     """
-    checked: ModelSpec = _on_rank_zero(lambda: family.check(model, kind)[0])
-    return checked
+    shares: bool = _on_rank_zero(lambda: family.check(model, kind)[0].share_prefixes)
+    return replace(model, share_prefixes=shares)
 
 
 def read_on_rank_zero(
