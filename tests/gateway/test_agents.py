@@ -549,12 +549,14 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path, prelo
         child = "import os, time; open(str(os.getpid()), 'w'); time.sleep(600)"
         for options in ({{}}, {{"start_new_session": True}}):
             subprocess.Popen([sys.executable, "-c", child], **options)
+        while sum(name.isdigit() for name in os.listdir()) < 2:
+            time.sleep(0.01)
         ask(task["prompt"])
         open({str(tmp_path / "asked")!r}, "w")
         time.sleep(600)
     """
-    _, (trajectory,) = sample(tmp_path, code, "a", timeout_s=5.0, preload=preload)
-    assert trajectory.error == "ProgramError: it did not end within agent.timeout_s=5"
+    _, (trajectory,) = sample(tmp_path, code, "a", timeout_s=10.0, preload=preload)
+    assert trajectory.error == "ProgramError: it did not end within agent.timeout_s=10"
     assert (tmp_path / "asked").exists()
     children = [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]
     assert len(children) == 2

@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -119,6 +120,9 @@ class Forks:
             stderr, stderr_file = await _pipe(ours, theirs)
             connection = ours.enter_context(socket.socket(socket.AF_UNIX))
             await _connect(connection, self._address)
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if struct.unpack("3i", peer)[1] != os.getuid():
+                raise ConnectionResetError  # the process has ended, and another took its address
             reader, to_fork = await _streams(connection, ours)
             said = (await reader.readline()).decode()
             if not said:
