@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
@@ -43,6 +44,47 @@ def test_embeddings_and_output_head_are_reduced_on_their_own(tied: bool, tmp_pat
 CASE = {"mode": "token-mean", "rows": list(range(8)), "size": 3}
 
 
+class Counted(TorchDispatchMode):
+    """Counts the products and attention passes of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"products": 0, "attention": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in ("aten::mm", "aten::addmm"):
+            self.counts["products"] += 1
+        elif func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            self.counts["attention"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_kept_outputs_change_no_bit_and_are_not_computed_again(
+    tiny_qwen2: str, packed: bool
+) -> None:
+    """Without checkpointing an operator runs once forward. The last product of a layer, whose
+    output nothing of the layer needs, is never computed again."""
+    found = {}
+    for kept in (False, True, "attention", "products"):
+        options = {"enable_gradient_checkpointing": kept, "use_remove_padding": packed}
+        subject = engine(tiny_qwen2, train=True, grad_clip=math.inf, **options)
+        caught = programs.catch_gradients(subject)
+        loss = programs.weighted_loss("token-mean")
+        with Counted() as counted:
+            subject.update(ragged_batch(), MicroBatching(size=3), 0.8, loss)
+        found[kept] = dict(caught), counted.counts
+    expected, once = found[False][0], found[False][1]
+    for kept, (gradients, _) in found.items():
+        assert gradients.keys() == expected.keys(), kept
+        assert all(torch.equal(gradients[name], g) for name, g in expected.items()), kept
+    layers, passes, products, calls = 2, 3, 6, 7 if packed else 3
+    again = {name: found[True][1][name] - once[name] for name in once}
+    assert again == {"products": layers * passes * products, "attention": layers * calls}
+    assert found["attention"][1] == once | {"products": found[True][1]["products"]}
+    assert found["products"][1] == once
+
+
 @pytest.mark.process
 def test_activation_offload_gives_the_same_gradient(
     tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch
@@ -62,7 +104,7 @@ def test_activation_offload_gives_the_same_gradient(
     monkeypatch.setattr(
         fsdp,
         "checkpoint_layers",
-        lambda model, offload: sharding.checkpoint_layers(model, offload=True),
+        lambda model, kept, offload: sharding.checkpoint_layers(model, kept, offload=True),
     )
     (offloaded,) = programs.gradients(tiny_qwen2, [CASE], **settings)
     assert offloaded[0] == plain[0]
@@ -85,7 +127,7 @@ def test_activations_are_offloaded_only_on_a_gpu(
     class Seen(Exception):
         pass
 
-    def look(model: Any, offload: bool) -> None:
+    def look(model: Any, kept: bool, offload: bool) -> None:
         assert offload == expected
         raise Seen
 

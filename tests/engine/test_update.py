@@ -186,12 +186,13 @@ def test_bfloat16_gradients_are_reduced_in_float32(tiny_qwen2: str, two_ranks: R
 OTHER_PATHS: list[dict[str, Any]] = [
     {"use_remove_padding": False},
     {"enable_gradient_checkpointing": True},
+    {"enable_gradient_checkpointing": "products"},
     {"reshard_after_forward": False},  # gradients stay whole until the last micro-batch
     {"fsdp_size": 1},  # replicas
 ]
 
 
-@pytest.mark.parametrize("settings", OTHER_PATHS, ids=lambda s: next(iter(s)))
+@pytest.mark.parametrize("settings", OTHER_PATHS, ids=str)
 def test_gradient_is_equal_for_every_engine_option(
     tiny_llama: str, two_ranks: Ranks, settings: dict[str, Any]
 ) -> None:

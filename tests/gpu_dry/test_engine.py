@@ -34,8 +34,8 @@ def results(engine: TrainEngine, micro: MicroBatching) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("saved", [{}, SAVED])
-def test_equals_the_cpu(tiny_qwen2: str, dtype: str, saved: dict[str, bool], packed: bool) -> None:
+@pytest.mark.parametrize("saved", [{}, SAVED, {"enable_gradient_checkpointing": "products"}])
+def test_equals_the_cpu(tiny_qwen2: str, dtype: str, saved: dict[str, Any], packed: bool) -> None:
     """Bit for bit, as the CPU computes both: a copy that was read too early would show."""
     micro = MicroBatching(size=3)
     options = {**saved, "use_remove_padding": packed}

@@ -47,6 +47,7 @@ VARIANTS = {
     "activation offload, sequence parallel": lambda spec: with_model(
         replace(spec, sequence_parallel=2), enable_activation_offload=True
     ),
+    "products kept": lambda spec: with_model(spec, enable_gradient_checkpointing="products"),
     "LoRA": lambda spec: with_model(spec, lora_rank=4),
     "ZeRO-2, replicas": lambda spec: with_fsdp(spec, reshard_after_forward=False, fsdp_size=2),
     "critic": lambda spec: replace(spec, head="value"),
@@ -91,6 +92,32 @@ def test_checkpointing_stores_one_input_per_layer(spec):
         return measure(chosen, Passes(None, ROWS)).host
 
     assert update(5) - update(4) == tokens * 64 * 2
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_a_layer_keeps_by_hand(spec, packed):
+    """Per token and layer in bfloat16, beside the input of 64: attention's output of 64 and 4
+    logarithms in float32, and products of 64 queries, 32 keys, 32 values, 64 outputs and twice 96
+    of the MLP. The last one's, of 64, is needed by nobody and kept all the same. A packed kernel
+    also returns 16 bytes of state."""
+    spec = with_model(spec, use_remove_padding=packed)
+
+    def of_a_layer(kept: object) -> int:
+        few, more = (
+            measure(
+                with_model(spec, override_config=layers(n), enable_gradient_checkpointing=kept),
+                Passes(None, ROWS),
+                whole=True,
+            ).update
+            for n in (3, 4)
+        )
+        return more - few
+
+    tokens = sum(ROWS.lengths)
+    attention = of_a_layer("attention") - of_a_layer(True)
+    assert attention == tokens * (64 * 2 + 4 * 4) + 16 * packed
+    products = of_a_layer("products") - of_a_layer("attention")
+    assert products == tokens * 2 * (64 + 32 + 32 + 64 + 2 * 96 + 64)
 
 
 def test_shared_prefixes_cost_copies_of_keys_and_values(spec):

@@ -24,7 +24,9 @@ def measured(spec, passes) -> RoleMemory:
     checkpointing; a forward pass 1 GiB."""
     trained = spec.optim is not None
     held = WEIGHTS + MOMENTS * trained
-    factor = 1 if spec.model.enable_gradient_checkpointing else 5
+    factor = {True: 1, "attention": 2, "products": 3, False: 5}[
+        spec.model.enable_gradient_checkpointing
+    ]
     samples = len(passes.update.lengths) if passes.update else 0
     return RoleMemory(
         WEIGHTS,

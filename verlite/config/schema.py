@@ -9,7 +9,7 @@ keys are in `verlite.config.rules`.
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Optional
+from typing import Annotated, Any, ClassVar, Optional, Union
 
 from omegaconf import MISSING
 
@@ -173,8 +173,14 @@ class ModelConfig:
         "Folder or hub name of the tokenizer. null: the model's.")
     trust_remote_code: bool = key(False,
         "Run Python code that comes with the model. Only for models whose code you have read.")
-    enable_gradient_checkpointing: bool = key(True,
-        "Recompute activations in the backward pass: less memory, about a third more computation.")
+    enable_gradient_checkpointing: Union[bool, str] = key(True,
+        "Recompute activations in the backward pass. true: all of each layer: least memory, about "
+        "a third more computation. attention: keep attention's outputs, which pays for long "
+        "samples. products: keep also those of matrix products, half of all activations. false: "
+        "keep everything. Results are the same, bit for bit.",
+        choices=("attention", "products"),
+        hints=dict.fromkeys(("True", "true", "False", "false", "yes", "no"),
+            "true and false have no quotes."))
     use_remove_padding: bool = key(True,
         "Packed forward pass without padding tokens. False: padded micro-batches.")
     share_prefixes: bool = key(True,

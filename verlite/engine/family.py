@@ -127,7 +127,7 @@ def _subject(
     check_supported(built)
     built.load_state_dict(reference.state_dict())
     if model.enable_gradient_checkpointing:
-        checkpoint_layers(built, offload=False)
+        checkpoint_layers(built, model.enable_gradient_checkpointing, offload=False)
     return HeadedModel(built, kind).train()
 
 

@@ -142,7 +142,11 @@ class TrainEngine:
         hf_model, weights = self._read(head, storage_dtype)
         if is_trained and config.enable_gradient_checkpointing:
             is_cuda = self.device.type == "cuda"
-            checkpoint_layers(hf_model, offload=config.enable_activation_offload and is_cuda)
+            checkpoint_layers(
+                hf_model,
+                config.enable_gradient_checkpointing,
+                offload=config.enable_activation_offload and is_cuda,
+            )
         headed = HeadedModel(hf_model, head)
         headed.requires_grad_(False)
         for _, parameter in lora.trained(hf_model):

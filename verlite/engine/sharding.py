@@ -3,6 +3,7 @@ checkpointing, activation offload, torch.compile.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from verlite.engine.folder import ModelError
@@ -26,27 +31,54 @@ from verlite.spec.roles import FSDPSpec
 # torch.compile.
 
 
-def checkpoint_layers(model: PreTrainedModel, offload: bool) -> None:
+_ATTENTION = {
+    "torch_attn::_varlen_attn",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+}
+_KEPT = {
+    "attention": _ATTENTION,
+    "products": _ATTENTION | {"aten::mm", "aten::addmm", "aten::_grouped_mm"},
+}
+"""Operators whose outputs are kept, by the value of enable_gradient_checkpointing. Not bmm: its
+outputs are attention's scores of all pairs where no fused kernel runs."""
+
+
+def checkpoint_layers(model: PreTrainedModel, kept: bool | str, offload: bool) -> None:
     """Recompute each layer in the backward pass.
 
     Args:
         model: the model to change.
-        offload: keep each layer's inputs, the only activations that are stored, in host memory.
+        kept: enable_gradient_checkpointing. True: store only each layer's inputs. A name: also
+            the outputs of some of its operators, which are not computed again.
+        offload: keep each layer's inputs in host memory.
 
     Raises:
         ModelError: transformers cannot do this for the model.
     """
     if not model.supports_gradient_checkpointing:
         raise ModelError(
-            f"model.enable_gradient_checkpointing=True: {model.config.model_type} does not support "
+            f"model.enable_gradient_checkpointing={kept}: {model.config.model_type} does not support "
             "it in transformers. Set it to False"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    options: dict[str, Any] = {"use_reentrant": False}
+    if isinstance(kept, str):
+        policy = partial(_policy, _KEPT[kept])
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable(options)
     if not offload:
         return
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = _checkpoint_offloaded  # type: ignore[assignment]
+
+
+def _policy(kept: set[str], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    if operator.name() in kept:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:

@@ -34,6 +34,8 @@ TRIED = 4
 """Micro-batches are tried up to this multiple of the configured size."""
 KEPT_SHARE = 0.8
 """Part of rollout.gpu_memory_utilization that is kept before something is offloaded."""
+KEPT = ("products", "attention")
+"""Values of enable_gradient_checkpointing, from the least recomputation."""
 TOKENS = 256
 """Token budgets are multiples of this."""
 
@@ -201,16 +203,20 @@ def _unneeded(run: SizedRun) -> Iterator[str]:
             yield f"{key}=true is not needed: without it everything still fits."
     for role, section in MODELS.items():
         key = f"{section}.enable_gradient_checkpointing"
-        if role not in run.memory.roles or not get(run.config, key):
-            continue
-        if get(run.config, f"{section}.enable_activation_offload"):
+        now = get(run.config, key) if role in run.memory.roles else False
+        if not now or get(run.config, f"{section}.enable_activation_offload"):
             continue
         excess = run.changed(key, False).over()
-        if excess:
-            most = max(found[2] for found in excess)
-            yield f"{key}=true is needed: without it over by {size(most)}."
-        else:
+        if not excess:
             yield f"{key}=false would fit too, and saves about a quarter of the update's FLOPs."
+            continue
+        without = f"without it over by {size(max(found[2] for found in excess))}"
+        for kept in KEPT if now is True else KEPT[: KEPT.index(now)]:
+            if not run.changed(key, kept).over():
+                yield f"{key}={kept} would fit too, and recomputes less; {without}."
+                break
+        else:
+            yield f"{key}={_typed(now)} is needed: {without}."
 
 
 def largest_micro_batch(run: SizedRun, role: str) -> tuple[str, int, int | None, str, int]:
@@ -324,7 +330,7 @@ def _without_unneeded(run: SizedRun, changes: dict[str, object]) -> tuple[SizedR
 def _checkpointing(run: SizedRun) -> Iterator[tuple[str, object]]:
     for role, section in MODELS.items():
         key = f"{section}.enable_gradient_checkpointing"
-        if role in run.memory.roles and not get(run.config, key):
+        if role in run.memory.roles and get(run.config, key) is not True:
             yield key, True
 
 

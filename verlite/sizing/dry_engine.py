@@ -254,7 +254,7 @@ class DryEngine(TrainEngine):
     def _build_model(self, head: str) -> HeadedModel:
         headed = super()._build_model(head)
         if self._offloads and self.optim_config is not None:
-            sharding.checkpoint_layers(headed.model, offload=True)
+            sharding.checkpoint_layers(headed.model, True, offload=True)
         self._mark_layers(headed.model)
         return headed
 

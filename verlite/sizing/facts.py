@@ -70,12 +70,13 @@ class ModelFacts:
         """
         return 2 * self.matmul + 2 * self.attention_width * (length + 1)
 
-    def update_flops(self, length: int, recomputes: bool) -> int:
+    def update_flops(self, length: int, recomputes: bool | str) -> int:
         """Return those of a forward and a backward pass, which costs twice as much.
 
-        recomputes: gradient checkpointing runs the forward pass a second time.
+        recomputes: gradient checkpointing, which runs the forward pass a second time, attention
+            included, unless it keeps the outputs of products.
         """
-        return (4 if recomputes else 3) * self.forward_flops(length)
+        return (4 if recomputes in (True, "attention") else 3) * self.forward_flops(length)
 
     def kv_bytes(self, dtype: str) -> int:
         """Return the bytes of the KV cache per token."""

@@ -67,7 +67,7 @@ class ModelSpec:
     custom_chat_template: str | None = None
     use_remove_padding: bool = True
     share_prefixes: bool = True
-    enable_gradient_checkpointing: bool = True
+    enable_gradient_checkpointing: bool | str = True
     enable_activation_offload: bool = False
     lora_rank: int = 0
     lora_alpha: int = 16

@@ -273,9 +273,10 @@ MODEL = (
     Row("target_modules", lambda c: plan.uses_lora(c) and not c.target_modules,
         "names no layer to adapt", "Usual: all-linear."),
     Row("enable_activation_offload",
-        lambda c: c.enable_activation_offload and not c.enable_gradient_checkpointing,
-        "offloads what {section}enable_gradient_checkpointing stores, and that is off",
-        "Turn both on, or both off."),
+        lambda c: c.enable_activation_offload and c.enable_gradient_checkpointing is not True,
+        "offloads the inputs of layers, which is all that is stored with "
+        "{section}enable_gradient_checkpointing=true only",
+        "Turn both on, or this off."),
 )
 # fmt: on
 """Rules of each section `model` that is trained."""
