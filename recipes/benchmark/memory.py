@@ -55,6 +55,12 @@ SHAPES: dict[str, tuple[Callable[[], Path], str, dict[str, Any], PassRows]] = {
         {"enable_gradient_checkpointing": False},
         PassRows((512,) * 8, 256, True),
     ),
+    "w25, products kept": (
+        small_vocabulary,
+        "lm",
+        {"enable_gradient_checkpointing": "products"},
+        PassRows((512,) * 8, 256, True),
+    ),
     "w128": (w128, "lm", {}, PassRows((768,) * 4, 512, True)),
     "vocabulary of 60,000": (large_vocabulary, "lm", {}, PassRows((512,) * 4, 256, True)),
     "w128, critic": (w128, "value", {}, PassRows((768,) * 4, 512, True)),
