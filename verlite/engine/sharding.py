@@ -60,8 +60,8 @@ def checkpoint_layers(model: PreTrainedModel, kept: bool | str, offload: bool) -
     """
     if not model.supports_gradient_checkpointing:
         raise ModelError(
-            f"model.enable_gradient_checkpointing={kept}: {model.config.model_type} does not support "
-            "it in transformers. Set it to False"
+            f"model.enable_gradient_checkpointing={kept}: {model.config.model_type} does not "
+            "support it in transformers. Set it to False"
         )
     options: dict[str, Any] = {"use_reentrant": False}
     if isinstance(kept, str):
