@@ -23,7 +23,7 @@ from workload import BUILD, WORKLOADS, data_of, model_of
 HERE = Path(__file__).resolve().parent
 TRL = HERE / "build" / "trl" / "bin" / "python"
 MICRO_BATCH_TOKENS = 2048
-ENGINES = {"w25": "vllm", "wtiny": "hf"}
+ENGINES = {"w25": "vllm", "w25p": "vllm", "wtiny": "hf"}
 MILESTONES = (".lock", "config.yaml", "logs/actor_0.log", "logs/rollout_0.log", "metrics.jsonl")
 """Files that a run writes after import and configuration, after data and rewards are ready, when
 each worker's process exists, and after the first step."""
@@ -36,7 +36,7 @@ def overrides(name: str, steps: int, folder: Path, engine: str) -> list[str]:
         "algorithm.adv_estimator=grpo",
         f"data.train_files={data_of(name, steps)}",
         f"data.train_batch_size={workload.prompts}",
-        "data.max_prompt_length=16",
+        f"data.max_prompt_length={max(16, workload.prompt_tokens)}",
         f"data.max_response_length={workload.new_tokens}",
         f"actor_rollout_ref.model.path={model_of(name)}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",

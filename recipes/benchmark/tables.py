@@ -49,14 +49,13 @@ def _steps(parts: dict[str, Any]) -> str:
             f"{step['vs_trl']:.2f}",
             f"{step['vs_trl_per_token']:.2f}",
             f"{step['floor_seconds']:.2f} s",
+            f"{WORKLOADS[name].distinct(step['tokens_per_step']) * step['floor_seconds']:.2f} s",
             f"{step['vs_floor']:.2f}",
         )
         for name, step in measured_steps(parts)
     ]
-    return table(
-        ("whole steps", "verlite", "TRL", "ratio", "ratio by token", "floor", "times the floor"),
-        rows,
-    )
+    head = ("whole steps", "verlite", "TRL", "ratio", "ratio by token")
+    return table((*head, "floor", "floor, prompts once", "times the floor"), rows)
 
 
 def _stages(parts: dict[str, Any]) -> str:

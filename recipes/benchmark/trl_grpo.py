@@ -19,7 +19,8 @@ from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from workload import WORKLOADS, model_of, prompts, reward  # noqa: E402
 
-MICRO_BATCH = 32
+MICRO_BATCH = {"w25": 32, "wtiny": 32, "w25p": 8}
+"""Samples a pass, about 4,000 tokens."""
 
 
 class Timer(TrainerCallback):
@@ -40,12 +41,11 @@ class Timer(TrainerCallback):
 
 def main(name: str, steps: int) -> None:
     workload, timer = WORKLOADS[name], Timer()
+    texts = prompts(workload.prompts * steps, workload.prompt_tokens)
     trainer = GRPOTrainer(
         model=str(model_of(name)),
         reward_funcs=lambda completions, **_: [reward(text) for text in completions],
-        train_dataset=Dataset.from_list(
-            [{"prompt": text} for text in prompts(workload.prompts * steps)]
-        ),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             max_steps=steps,
@@ -53,8 +53,8 @@ def main(name: str, steps: int) -> None:
             bf16=False,
             report_to=[],
             save_strategy="no",
-            per_device_train_batch_size=MICRO_BATCH,
-            gradient_accumulation_steps=workload.rows // MICRO_BATCH,
+            per_device_train_batch_size=MICRO_BATCH[name],
+            gradient_accumulation_steps=workload.rows // MICRO_BATCH[name],
             generation_batch_size=workload.rows,
             num_generations=workload.samples,
             max_completion_length=workload.new_tokens,

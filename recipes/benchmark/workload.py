@@ -1,13 +1,16 @@
-"""The two workloads for comparing verlite with other frameworks: models with random weights,
+"""The workloads for comparing whole steps with other frameworks: models with random weights,
 prompts and a reward.
 
 w25: a Qwen2 of 25.2M parameters, 16 prompts x 8 samples a step, up to 128 new tokens. Dominated by
     compute.
 wtiny: a Qwen2 of 0.3M parameters, 64 prompts x 8 samples a step, up to 64 new tokens. Dominated by
     the framework's overhead.
+w25p: w25's model, 8 prompts of 512 tokens x 8 samples a step, up to 128 new tokens. Most tokens are
+    prompts, as with instructions, examples or documents.
 
-Both: GRPO, one update a step over all samples, no KL, learning rate 1e-5, temperature 1, float32.
-    Prompts are sums such as "37+48="; the reward counts the character 1, so any text can score.
+All: GRPO, one update a step over all samples, no KL, learning rate 1e-5, temperature 1, float32.
+    Prompts are sums such as "37+48=", w25p's many of them; the reward counts the character 1, so
+    any text can score.
 """
 
 import random
@@ -25,31 +28,35 @@ VOCABULARY = 128
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload. `shape` are arguments of Qwen2Config."""
+    """A workload. `shape` are arguments of Qwen2Config; `prompt_tokens` 0 stands for one sum,
+    5.8 characters on average."""
 
     prompts: int
     samples: int
     new_tokens: int
     shape: dict[str, int]
+    prompt_tokens: int = 0
 
     @property
     def rows(self) -> int:
         return self.prompts * self.samples
 
+    def distinct(self, tokens: float) -> float:
+        """Return the share of a step's tokens that is left if each prompt is computed once."""
+        prompt = self.prompt_tokens or 5.8
+        return 1 - self.prompts * (self.samples - 1) * prompt / tokens
 
+
+_W25 = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 WORKLOADS = {
-    "w25": Workload(
-        16,
-        8,
-        128,
-        {
-            "hidden_size": 512,
-            "num_hidden_layers": 8,
-            "intermediate_size": 1536,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-        },
-    ),
+    "w25": Workload(16, 8, 128, _W25),
+    "w25p": Workload(8, 8, 128, _W25, prompt_tokens=512),
     "wtiny": Workload(
         64,
         8,
@@ -65,10 +72,17 @@ WORKLOADS = {
 }
 
 
-def prompts(count: int, seed: int = 0) -> list[str]:
-    """Return sums of 4 to 6 characters."""
+def prompts(count: int, length: int = 0, seed: int = 0) -> list[str]:
+    """Return sums of 4 to 6 characters, or texts of `length` characters with many sums."""
     rng = random.Random(seed)
-    return [f"{rng.randint(0, 99)}+{rng.randint(0, 99)}=" for _ in range(count)]
+
+    def sums() -> str:
+        text = f"{rng.randint(0, 99)}+{rng.randint(0, 99)}="
+        while len(text) < length:
+            text = f"{rng.randint(0, 99)}+{rng.randint(0, 99)}={rng.randint(0, 198)} {text}"
+        return text[-length:]
+
+    return [sums() for _ in range(count)]
 
 
 def reward(completion: str) -> float:
@@ -143,7 +157,7 @@ def model_in(folder: Path, device: str = "cpu", dtype: str = "float32", **shape:
 
 def data_of(name: str, steps: int) -> Path:
     """Write a parquet file with the prompts of that many steps."""
-    file = BUILD / f"{name}-{steps}.parquet"
+    workload, file = WORKLOADS[name], BUILD / f"{name}-{steps}.parquet"
     file.parent.mkdir(exist_ok=True)
     rows = [
         {
@@ -151,7 +165,7 @@ def data_of(name: str, steps: int) -> Path:
             "prompt": [{"role": "user", "content": text}],
             "reward_model": {"style": "rule", "ground_truth": ""},
         }
-        for text in prompts(WORKLOADS[name].prompts * steps)
+        for text in prompts(workload.prompts * steps, workload.prompt_tokens)
     ]
     pq.write_table(pa.Table.from_pylist(rows), file)
     return file
