@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-WORKLOADS = ("w25", "wtiny")
+from workload import WORKLOADS
+
 STAGES = ("gen", "reward", "adv", "update_actor", "update_weights")
 """Stages of a step, in order; the others take negligible time."""
 
