@@ -50,7 +50,7 @@ def test_csv_is_text(tmp_path: Path) -> None:
         ("a.csv", b'q,a\n"1,2\n', "cannot be read as csv"),
         ("a.csv", b"q\n\xff\n", "cannot be read as csv"),
         ("a.jsonl", b'{"q": 1}\n{"q": \n', "line 2"),
-        ("a.jsonl", b"[1]\n", "row 0 is a list, not an object"),
+        ("a.jsonl", b"[1]\n", "line 1 is a list, not an object"),
         ("a.jsonl", b'{"q": 1}\n{"q": "x"}\n', "column 'q' has values of different types"),
         ("a.json", b'{"q": 1}', "a dict, not a list"),
         ("a.json", b"[" * 100_000, "nested too deeply"),

@@ -6,7 +6,7 @@ Text stays text: a CSV column, or a date or a number in quotes, is not converted
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def read(
     import pyarrow.parquet as pq
 
     if path.suffix in TEXT_SUFFIXES:
-        table = _from_text(path).slice(0, rows)
+        table = from_rows([row for _, row in located_rows(path)]).slice(0, rows)
         return table if columns is None else table.select(columns)
     _must_be_parquet(path)
     try:
@@ -95,7 +95,7 @@ def read_chosen(
         TableError: the file cannot be read.
     """
     if path.suffix in TEXT_SUFFIXES:
-        table = _from_text(path)
+        table = from_rows([row for _, row in located_rows(path)])
         return table.select(choose(table.column_names, table.num_rows)).slice(0, rows), len(table)
     schema, count = outline(path)
     return read(path, choose(schema.names, count), rows=rows), count
@@ -141,38 +141,53 @@ def _must_be_parquet(path: Path) -> None:
         )
 
 
-def _from_text(path: Path) -> "pa.Table":
+def located_rows(path: Path, single: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of each row; the place is such as "row 0", or "line 1" in a .jsonl file.
+
+    Unlike in a table, a column may have values of different types.
+
+    Args:
+        path: the file.
+        single: a .json file may have one row, in place of a list of rows.
+
+    Raises:
+        TableError: the file cannot be read.
+    """
+    if path.suffix not in TEXT_SUFFIXES:
+        yield from ((f"row {number}", row) for number, row in enumerate(read(path).to_pylist()))
+        return
     kind = path.suffix.removeprefix(".")
     try:
         content = read_bytes(path, LINES_MAX_BYTES).removeprefix(b"\xef\xbb\xbf")
         if content.startswith(PARQUET):
             raise TableError(f"is a parquet file: name it {path.stem}.parquet")
-        if kind == "csv":
-            return from_rows(rows_of_csv(content.decode()))
-        if kind == "json":
-            values = parse_json(content)
-            if not isinstance(values, list):
-                raise TableError(f"cannot be read as json: a {type(values).__name__}, not a list")
-        else:
-            values = list(_lines(content))
+        for place, value in _values(kind, content, single):
+            if not isinstance(value, dict):
+                found = type(value).__name__
+                raise TableError(f"cannot be read as {kind}: {place} is a {found}, not an object")
+            yield place, value
     except TableError:
         raise
     except (OSError, ValueError) as error:
         raise TableError(_reason(kind, error)) from error
-    for number, value in enumerate(values):
-        if not isinstance(value, Mapping):
-            found = type(value).__name__
-            raise TableError(f"cannot be read as {kind}: row {number} is a {found}, not an object")
-    return from_rows(values)
 
 
-def _lines(content: bytes) -> Iterable[Any]:
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            try:
-                yield parse_json(line)
-            except ValueError as error:
-                raise TableError(f"cannot be read as jsonl: line {number}: {error}") from error
+def _values(kind: str, content: bytes, single: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) of a text file's values."""
+    if kind == "jsonl":
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if line.strip():
+                try:
+                    yield f"line {number}", parse_json(line)
+                except ValueError as error:
+                    raise TableError(f"cannot be read as jsonl: line {number}: {error}") from error
+        return
+    values = rows_of_csv(content.decode()) if kind == "csv" else parse_json(content)
+    if single and isinstance(values, dict):
+        values = [values]
+    if not isinstance(values, list):
+        raise TableError(f"cannot be read as json: a {type(values).__name__}, not a list")
+    yield from ((f"row {number}", value) for number, value in enumerate(values))
 
 
 def rows_of_csv(text: str) -> list[dict[str, str]]:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from verlite.config.override_text import number
 from verlite.convert import openrlhf, trl
 from verlite.convert.rlinf import KEYS
 from verlite.convert.rows import NOT_SET, Row
-from verlite.convert.text import number
 
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
 START, END = "<!-- generated: python -m tests.convert.pages -->", "<!-- end -->"

@@ -7,9 +7,9 @@ import pytest
 from tests.convert.conftest import SAMPLES
 from tests.convert.test_openrlhf import SMALLEST
 from verlite.config.load import compose
+from verlite.config.override_text import override
 from verlite.convert import openrlhf, rlinf, text
 from verlite.convert.engine import broken_rules
-from verlite.convert.text import override
 
 MODEL = "actor_rollout_ref.model.path"
 STRINGS = [

@@ -112,7 +112,11 @@ def test_wrong_input_is_named_and_nothing_is_written(tmp_path, arguments, conten
         ("a.csv", "question;solution\n1+1;2\n", "must be separated with commas"),
         ("a.tsv", "question\tsolution\n1+1\t2\n", "has the suffix '.tsv'"),
         ("a.xlsx", "PK", "save a spreadsheet as CSV UTF-8"),
-        ("a.jsonl", "[" * 100_000, "a.jsonl:1: not JSON"),
+        (
+            "a.jsonl",
+            "[" * 100_000,
+            "cannot be read as jsonl: line 1: the JSON is nested too deeply",
+        ),
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.jsonl", '{"question": "1", "solution": NaN}', "'solution' is nan"),
         ("a.jsonl", '{"question": "\\ud800", "solution": 1}', "out.parquet cannot be written"),
@@ -148,7 +152,7 @@ def test_a_prompt_that_ends_with_an_answer_is_refused(tmp_path):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     rows = [{"question": chat, "solution": "x"}]
     result, _ = run(tmp_path, *NAMES, content=json.dumps(rows), name="chat.json")
-    assert "chat.json:1: 'question' ends with a message of the assistant" in result.output
+    assert "chat.json row 0: 'question' ends with a message of the assistant" in result.output
 
 
 def test_the_source_file_is_not_overwritten(tmp_path):

@@ -121,8 +121,8 @@ def test_a_wrong_row_is_named_by_its_line(convert, tmp_path, row, words):
     good = json.dumps({"message": "x", "answer": "1"})
     done, _ = convert(f"{good}\n{json.dumps(row)}\n", name="in.jsonl")
     assert done.returncode == 1
-    assert f"in.jsonl:2: {words}" in done.stderr or words in done.stderr
-    assert "in.jsonl:2: " in done.stderr
+    assert f"in.jsonl line 2: {words}" in done.stderr or words in done.stderr
+    assert "in.jsonl line 2: " in done.stderr
     assert not (tmp_path / "out.parquet").exists()
 
 

@@ -159,14 +159,23 @@ GOOD = '{"question": "q", "answer": "a #### 1"}\n'
 @pytest.mark.parametrize(
     ("test_file", "message"),
     [
-        (GOOD + '{"question": "q", "answer"\n', "test.jsonl:2: not JSON: Expecting ':' delimiter"),
-        (GOOD + "\n" + "[1]\n", "test.jsonl:3: a list, expected an object"),
-        (GOOD + '{"question": "q"}', "test.jsonl:2: the example has no 'answer'; it has question"),
+        (
+            GOOD + '{"question": "q", "answer"\n',
+            "test.jsonl cannot be read as jsonl: line 2: Expecting ':' delimiter",
+        ),
+        (
+            GOOD + "\n" + "[1]\n",
+            "test.jsonl cannot be read as jsonl: line 3 is a list, not an object",
+        ),
+        (
+            GOOD + '{"question": "q"}',
+            "test.jsonl line 2: the example has no 'answer'; it has question",
+        ),
         (
             GOOD + '{"question": "q", "answer": "five"}',
-            'test.jsonl:2: the answer has no "#### number"',
+            'test.jsonl line 2: the answer has no "#### number"',
         ),
-        (GOOD + '{"question": "q", "answer": 5}', "test.jsonl:2: "),
+        (GOOD + '{"question": "q", "answer": 5}', "test.jsonl line 2: "),
         ("\n", "the test split has no examples"),
         (None, "has none of test.jsonl, test.parquet"),
     ],

@@ -17,12 +17,13 @@ import yaml
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
 from verlite.config.load import compose, with_home
+from verlite.config.override_text import override
 from verlite.config.problems import ConfigError
 from verlite.control import limits
 from verlite.launch import ClusterError, host_check
 from verlite.launch.host_check import Expected
 from verlite.launch.hostfile import Host, read_hostfile, read_nodes
-from verlite.launch.hosts import Launcher, override, passed_environment, plan_run
+from verlite.launch.hosts import Launcher, passed_environment, plan_run
 from verlite.launch.session import Remote, Session
 
 RECIPE = Path(__file__).parents[2] / "recipes/rlaif"

@@ -337,14 +337,14 @@ def test_data_sets_of_all_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ('[{"other": "q"}]', "row 1 has no column 'prompt' (--input_key); its columns are other"),
-        ('[{"prompt": "q"}]', "row 1 has no ground truth in answer or reward_model.ground_truth"),
-        ('[{"prompt": "q", "answer": " "}]', "row 1 has no ground truth"),
+        ('[{"other": "q"}]', "row 0 has no column 'prompt' (--input_key); its columns are other"),
+        ('[{"prompt": "q"}]', "row 0 has no ground truth in answer or reward_model.ground_truth"),
+        ('[{"prompt": "q", "answer": " "}]', "row 0 has no ground truth"),
         ('[{"prompt": "q", "answer": 1}, {"prompt": "q ", "answer": 2}]', "occurs twice"),
-        ('[{"prompt": "q", "answer": ["1"]}]', "row 1: the ground truth is a list, expected text"),
+        ('[{"prompt": "q", "answer": ["1"]}]', "row 0: the ground truth is a list, expected text"),
         ("[]", "has no rows"),
-        ("{}", "is not a list of rows"),
-        ("[3]", "row 1 is not an object"),
+        ("{}", "a dict, not a list"),
+        ("[3]", "row 0 is a int, not an object"),
         ("[", "cannot be read"),
     ],
 )
@@ -392,7 +392,7 @@ def test_wrong_options_are_one_line_errors(tmp_path: Path) -> None:
         return done.exit_code, done.stderr
 
     code, text = run("--dataset", str(tmp_path / "none.json"))
-    assert (code, "none.json: cannot be read" in text, text.count("\n")) == (2, True, 1)
+    assert (code, "none.json cannot be read" in text, text.count("\n")) == (2, True, 1)
     code, text = run("--function", str(tmp_path / "none.py") + ":score")
     assert (code, "cannot be loaded" in text) == (2, True)
     code, text = run("--token_env", "NO_SUCH_TOKEN")

@@ -202,11 +202,12 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
 
 def _show_split(config: "Config", made: "Plan", devices: "Devices", models: "RunModels") -> None:
     """Print how long a step takes with the engines' and the trainer's devices, by simulation."""
-    from verlite.sizing.assumed import ASSUMED, PEAKS, assumed_samples, roofline_costs
+    from verlite.sizing.assumed import ASSUMED, assumed_samples, roofline_costs
+    from verlite.sizing.devices import KNOWN
     from verlite.sizing.modes import settings_of, split_sentence
     from verlite.terminal import console
 
-    if devices.name not in PEAKS:
+    if devices.name not in KNOWN:
         return
     drawn = assumed_samples(config, made)
     costs = roofline_costs(config, made, devices, models, drawn)

@@ -8,9 +8,10 @@ from typing import Any
 from verlite.config import rules
 from verlite.config.commands import PPO, Command
 from verlite.config.load import compose
+from verlite.config.override_text import override
 from verlite.config.problems import ConfigError, Problem
 from verlite.convert.rows import NOT_SET, Row
-from verlite.convert.text import Conversion, Warned, override
+from verlite.convert.text import Conversion, Warned
 from verlite.masking import display
 
 

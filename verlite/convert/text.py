@@ -1,6 +1,4 @@
-"""A conversion, and its text: a shell command with comments, or a YAML file. Values are written as
-Hydra's command-line grammar and YAML read them.
-"""
+"""A conversion, and its text: a shell command with comments, or a YAML file."""
 
 import json
 import re
@@ -11,24 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verlite.config.commands import PPO, Command
+from verlite.config.override_text import is_plain, number, override, scalar
 from verlite.config.problems import Problem
-
-PLAIN = re.compile(r"[A-Za-z_./~][\w./~@%+:*-]*")
-"""Text that Hydra's grammar, YAML and a shell take as it is."""
-WORDS = frozenset("true false null yes no on off none nan inf ~ y n".split())
-"""Text that YAML or Hydra reads as something else."""
-
-
-def override(key: str, value: Any) -> str:
-    """Return an argument of verlite.main_ppo, in Hydra's grammar."""
-    return f"{key}={_hydra(value)}"
-
-
-def number(value: float) -> str:
-    """Return a number as people write it: 5e-7, not 5e-07, and 1e6, not 1000000.0."""
-    short = f"{value:g}"
-    text = short if float(short) == value else repr(value)
-    return re.sub(r"e([+-])0+", r"e\1", text).replace("e+", "e")
 
 
 def unexpanded(words: Iterable[str]) -> str:
@@ -36,21 +18,6 @@ def unexpanded(words: Iterable[str]) -> str:
     found = next((word for word in words if re.match(r"\$\w|\$\{", word)), None)
     rule = f"the shell has not replaced {found}: use double quotes, or write the value"
     return rule if found else ""
-
-
-def _hydra(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_hydra, value)) + "]"
-    if not isinstance(value, str):
-        return _scalar(value)
-    if _is_plain(value):
-        return value
-    if not set(value) & set('"\\'):
-        return f'"{value}"'
-    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", value)
-    return "'" + re.sub(r"(\\+)$", lambda found: found[1] * 2, escaped) + "'"
 
 
 def yaml_value(value: Any) -> str:
@@ -64,18 +31,8 @@ def yaml_value(value: Any) -> str:
         mantissa, exponent, power = text.partition("e")
         return text if "." in mantissa else f"{mantissa}.0{exponent}{power}"
     if not isinstance(value, str):
-        return _scalar(value)
-    return value if _is_plain(value) else json.dumps(value, ensure_ascii=False)
-
-
-def _scalar(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return number(value) if isinstance(value, float) else str(value)
-
-
-def _is_plain(text: str) -> bool:
-    return bool(PLAIN.fullmatch(text)) and text.lower() not in WORDS and not text.endswith(":")
+        return scalar(value)
+    return value if is_plain(value) else json.dumps(value, ensure_ascii=False)
 
 
 WIDTH = 100

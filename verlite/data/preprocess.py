@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from verlite.data.dataset import DataError
 from verlite.files import one_line, replace_file, replacing
-from verlite.tables import TEXT_SUFFIXES, TableError, rows_of_csv
+from verlite.tables import TEXT_SUFFIXES, TableError, located_rows
 
 SPLITS = ("train", "test")
 EXAMPLES_SHOWN = 3
@@ -178,21 +178,15 @@ def nothing_found(folder: Path, splits: Sequence[str], patterns: Sequence[str] =
 
 
 def read_file(file: Path) -> Iterator[Example]:
-    """Yield a file's examples with their line (JSON) or row (parquet, CSV). Raises DataError."""
-    if file.suffix == ".csv":
-        return _read_csv(file)
-    return _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
+    """Yield a file's examples with their line or row. Raises DataError.
 
-
-def _read_csv(file: Path) -> Iterator[Example]:
+    A .json file has one example or a list of examples.
+    """
     try:
-        rows = rows_of_csv(file.read_text(encoding="utf-8-sig"))
+        for place, example in located_rows(file, single=True):
+            yield f"{file} {place}", example
     except TableError as error:
         raise DataError(f"{file} {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text: {error}. Save it as CSV UTF-8") from error
-    for number, row in enumerate(rows):
-        yield f"{file} row {number}", dict(row)
 
 
 def make_rows(
@@ -258,81 +252,6 @@ def _patterns(split: str) -> list[str]:
         f"{split}/**/*.json",
         f"{split}-*.parquet",
     ]
-
-
-def _read_json(file: Path) -> Iterator[Example]:
-    """Yield the examples of a JSON file.
-
-    A .jsonl file has one example per line. A .json file has one example or a list of examples, on
-    any number of lines.
-    """
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 text: {error}") from error
-    for number, example in _list(file, text) if file.suffix == ".json" else _lines(file, text):
-        if not isinstance(example, Mapping):
-            raise DataError(
-                f"{file}:{number}: a {type(example).__name__}, "
-                "expected an object with the example's fields"
-            )
-        yield f"{file}:{number}", dict(example)
-
-
-def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line number from 1, value) of each line that is not blank."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                value = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise DataError(f"{file}:{number}: not JSON: {error}") from error
-            yield number, value
-
-
-def _list(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line number from 1, value) of each element of a JSON list.
-
-    A text that is not a list is one element in line 1. Elements are decoded one at a time, because
-    json.loads does not give their positions.
-    """
-    decoder, at, number, counted = json.JSONDecoder(), _skip(text, 0), 1, 0
-    try:
-        if not text.startswith("[", at):
-            if text.strip():
-                yield number, json.loads(text)
-            return
-        at = _skip(text, at + 1)
-        more = not text.startswith("]", at)
-        while more:
-            number, counted = number + text.count("\n", counted, at), at
-            value, at = decoder.raw_decode(text, at)
-            yield number, value
-            at = _skip(text, at)
-            more = text.startswith(",", at)
-            at = _skip(text, at + 1) if more else at
-        if text[at:].strip() != "]":
-            raise json.JSONDecodeError("Expecting ',' or the list's end", text, at)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{error.lineno}: not JSON: {error}") from error
-    except RecursionError as error:
-        raise DataError(f"{file}:{number}: the JSON is nested too deeply") from error
-
-
-def _skip(text: str, at: int) -> int:
-    """Return the position of the first character from `at` that is not JSON white space."""
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        table = pq.read_table(file)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{file} cannot be read as parquet: {error}") from error
-    for number, example in enumerate(table.to_pylist()):
-        yield f"{file} row {number}", example
 
 
 def download(source: Source, patterns: Sequence[str]) -> Path:

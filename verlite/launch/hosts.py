@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from verlite import threads
 from verlite.config.load import Loaded, compose
+from verlite.config.override_text import override
 from verlite.config.plan import files_of, reference_urls, teacher_urls
 from verlite.config.problems import ConfigError, Note, Problem
 from verlite.config.schema import Config
@@ -26,8 +26,6 @@ from verlite.launch.hostfile import Host, Nodes, read_hostfile, read_nodes
 from verlite.launch.session import SSH_FAILED, Heart, Remote, Session, end_all
 from verlite.launch.training import DEVICES, NODES
 
-PLAIN = re.compile(r"[\w./~@%+-]+(:[\w./@%+-]+)*")
-"""Values that Hydra's grammar takes without quotes."""
 PASSED = re.compile(
     r"PYTHONPATH|OMP_NUM_THREADS|OMP_WAIT_POLICY|GOMP_SPINCOUNT|TENSORBOARD_DIR|VERLITE_CLUSTER_DIR|NO_PROXY|HTTPS?_PROXY"
     r"|(HF|NCCL|GLOO|UCX|WANDB|TORCH|VLLM|TRANSFORMERS|TOKENIZERS)_\w+"
@@ -116,26 +114,10 @@ def home_paths(given: Loaded) -> list[str]:
     return [override(key, value) for key, value in given.from_home.items()]
 
 
-def override(key: str, value: Any) -> str:
-    """Return key=value in Hydra's grammar."""
-    if isinstance(value, list):
-        return f"{key}=[{','.join(_quoted(item) for item in value)}]"
-    return f"{key}={_quoted(value)}"
-
-
 def passed_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the hosts get."""
     given = threads.undivided(environment)
     return {name: value for name, value in given.items() if PASSED.fullmatch(name)}
-
-
-def _quoted(value: Any) -> str:
-    text = str(value)
-    if isinstance(value, int) or (PLAIN.fullmatch(text) and not text.isdecimal()):
-        return text
-    # Hydra reads a backslash as an escape only before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
-    return f"'{escaped}'"
 
 
 def _head_first(hosts: list[Host], nodes: Nodes, nodes_path: Path, hostfile: Path) -> list[Host]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verlite.files import one_line
 from verlite.http.server import ServiceError
+from verlite.tables import TableError, located_rows
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def read_truths(
     """
     found: dict[str, str] = {}
     for file in files:
-        for number, row in enumerate(_rows(Path(file).expanduser()), start=1):
-            where = f"{file}: row {number}"
+        for place, row in _rows(file):
+            where = f"{file} {place}"
             if input_key not in row:
                 raise ServiceError(
                     f"{where} has no column {input_key!r} (--input_key); "
@@ -188,27 +188,8 @@ def _truth(row: Mapping[str, Any], answer_key: str | None) -> Any:
     return None
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            with pyarrow.parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches():
-                    yield from batch.to_pylist()
-            return
-        with path.open(encoding="utf-8") as lines:
-            if path.suffix == ".json":
-                rows = json.load(lines)
-                if not isinstance(rows, list):
-                    raise ServiceError(f"{path}: is not a list of rows")
-            else:
-                rows = (json.loads(line) for line in lines if line.strip())
-            for number, row in enumerate(rows, start=1):
-                if not isinstance(row, dict):
-                    raise ServiceError(f"{path}: row {number} is not an object")
-                yield row
-    except ServiceError:
-        raise
-    except (OSError, ValueError, NotImplementedError, MemoryError, RecursionError) as error:
-        raise ServiceError(f"{path}: cannot be read: {one_line(error)}") from None
+        yield from located_rows(Path(file).expanduser())
+    except TableError as error:
+        raise ServiceError(f"{file} {error}") from None

@@ -15,7 +15,7 @@ from statistics import NormalDist, fmean
 
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.sizing.devices import Devices, DevicesError
+from verlite.sizing.devices import KNOWN, Devices, DevicesError
 from verlite.sizing.facts import DTYPE_BYTES
 from verlite.sizing.memory import sync_bytes
 from verlite.sizing.simulation import Costs, Sample, Turn, Workload
@@ -179,32 +179,6 @@ def assumed_samples(config: Config, plan: Plan) -> Drawn:
     )
 
 
-PEAKS = {
-    "V100-16GB": (125, 900),
-    "V100-32GB": (125, 900),
-    "T4": (65, 320),
-    "A10": (125, 600),
-    "A10G": (70, 600),
-    "L4": (121, 300),
-    "A6000": (155, 768),
-    "L40": (181, 864),
-    "L40S": (362, 864),
-    "RTX3090": (71, 936),
-    "RTX4090": (165, 1008),
-    "RTX5090": (210, 1792),
-    "A100-40GB": (312, 1555),
-    "A100-80GB": (312, 2039),
-    "A800-80GB": (312, 2039),
-    "H100-80GB": (989, 3350),
-    "H800-80GB": (989, 3350),
-    "H20-96GB": (148, 4000),
-    "H200-141GB": (989, 4800),
-    "B200-180GB": (2250, 8000),
-    "MI210-64GB": (181, 1638),
-    "MI300X-192GB": (1307, 5300),
-}
-"""Peak TFLOP/s of dense matrix products in 16 bits, and GB/s of memory, of the SXM variants."""
-
 TRAINED = 0.35
 """Share of the peak FLOP/s that training passes reach."""
 PREFILLED = 0.5
@@ -233,13 +207,13 @@ def roofline_costs(
     Raises:
         DevicesError: the table has no peak of these devices.
     """
-    if devices.name not in PEAKS:
+    if devices.name not in KNOWN:
         raise DevicesError(
             f"the costs of {devices.name} are not known. Name GPUs of the table, as in --devices "
             "8xH100-80GB, give the directory of a run, or --decode-step-s and --update-token-s"
         )
-    tera, giga = PEAKS[devices.name]
-    flops, bandwidth = tera * 1e12, giga * 1e9 * READ
+    known = KNOWN[devices.name]
+    flops, bandwidth = known.tflops * 1e12, known.gb_s * 1e9 * READ
     engine = plan.tensor_parallel
     policy, dtype = models.policy, plan.rollout_dtype
     length = round(drawn.mean_tokens())

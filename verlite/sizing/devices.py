@@ -4,36 +4,26 @@ import difflib
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from verlite.config import toml_tables
 from verlite.config.plan import Plan
 from verlite.terminal import GIB, counted
 
-KNOWN = {
-    "V100-16GB": 15.7,
-    "V100-32GB": 31.7,
-    "T4": 14.5,
-    "A10": 22.0,
-    "A10G": 22.0,
-    "L4": 22.0,
-    "A6000": 47.4,
-    "L40": 44.3,
-    "L40S": 44.3,
-    "RTX3090": 23.6,
-    "RTX4090": 23.6,
-    "RTX5090": 31.3,
-    "A100-40GB": 39.4,
-    "A100-80GB": 79.1,
-    "A800-80GB": 79.1,
-    "H100-80GB": 79.1,
-    "H800-80GB": 79.1,
-    "H20-96GB": 95.0,
-    "H200-141GB": 139.7,
-    "B200-180GB": 178.3,
-    "MI210-64GB": 63.9,
-    "MI300X-192GB": 191.5,
-}
-"""GiB that torch reports as total memory, rounded down. It is less than the name says: the driver
-keeps a part, and a vendor's GB is sometimes 10^9 bytes."""
+
+class Known(NamedTuple):
+    """A row of devices.toml, which says what the fields are."""
+
+    gib: float
+    tflops: int
+    gb_s: int
+
+
+KNOWN: dict[str, Known] = toml_tables.read(
+    Path(__file__).with_name("devices.toml"), {"devices": Known}
+)["devices"]
+"""By name."""
 
 
 class DevicesError(ValueError):
@@ -78,7 +68,7 @@ def parse_devices(text: str) -> tuple[int, str, int]:
     found = {known.lower(): known for known in KNOWN}
     if name.lower() in found:
         known = found[name.lower()]
-        return int(match[1]), known, int(KNOWN[known] * GIB)
+        return int(match[1]), known, int(KNOWN[known].gib * GIB)
     memory = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)", name, re.IGNORECASE)
     if memory:
         if float(memory[1]) <= 0:
