@@ -1,7 +1,8 @@
-"""Seconds from the start of the process to the end of the first step of the small workload, by
-phase, for each engine; and the CPU seconds of commands that end before that.
+"""Seconds from the start of the process to the end of the first step of a workload, by phase, for
+each engine; and the CPU seconds of commands that end before that.
 
 python recipes/benchmark/startup.py [--rounds 3] [--engines hf vllm] [--before CHECKOUT]
+[--workload w25]
 
 vLLM compiles a new model once and caches the result. Its first round has an empty cache and is
 reported separately. --before measures another checkout of verlite with the same Python in turns.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from report import keep
 from step import MILESTONES, overrides, verlite
-from workload import BUILD, model_of
+from workload import BUILD, WORKLOADS, model_of
 
 WORKLOAD = "wtiny"
 PARTS = (
@@ -99,12 +100,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="*", choices=("hf", "vllm"), default=["hf", "vllm"])
     parser.add_argument("--before", type=Path, help="checkout of an earlier commit")
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), default=WORKLOAD)
     args = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     checkouts = {"now": Path(__file__).resolve().parents[2]}
     if args.before:
         checkouts = {"before": args.before.resolve(), **checkouts}
-    model_of(WORKLOAD)
+    model_of(args.workload)
     runs: dict[str, dict[str, list[dict]]] = {}
     cpu: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
@@ -117,7 +119,7 @@ def main() -> None:
                     cpu.setdefault(which, {}).setdefault(name, []).append(took)
                     print(f"round {number}, {which}, {name}: {took:.2f} s of CPU", flush=True)
                 for engine in args.engines:
-                    run = verlite(WORKLOAD, 1, engine)
+                    run = verlite(args.workload, 1, engine)
                     runs.setdefault(which, {}).setdefault(engine, []).append(run)
                     took = run["first_step"]
                     print(f"round {number}, {which}, {engine}: {took:.1f} s", flush=True)
@@ -128,7 +130,8 @@ def main() -> None:
     keep("commands", {"rounds": args.rounds, "cpu_seconds": took})
     if runs:
         found = {which: summary(runs[which]) for which in checkouts}
-        keep("startup", {"rounds": args.rounds, **found.pop("now"), **found})
+        name = "startup" if args.workload == WORKLOAD else f"startup_{args.workload}"
+        keep(name, {"rounds": args.rounds, **found.pop("now"), **found})
     print(json.dumps(took, indent=1))
 
 

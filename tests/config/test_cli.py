@@ -217,6 +217,32 @@ def test_check_imports_neither_ray_nor_an_engine(material):
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
+ENDED = """
+import atexit, sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from verlite.cli import program
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+sys.modules["torch"] = module_from_spec(ModuleSpec("torch", None))
+kept = Freed()
+atexit.register(print, "at exit")
+sys.argv[1:] = {line}
+program()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code"), [(["--version"], 0), (["check", "a.b=1"], 2), (["no-such-command"], 2)]
+)
+def test_a_command_that_has_imported_torch_ends_at_once_with_its_exit_code(line, code):
+    done = run_python("-c", ENDED.format(line=line))
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (code, ["at exit"]), done.stderr
+
+
 def test_wheel_contains_yaml_files(material, tmp_path):
     """A wheel stores conf/ as verlite/conf. A user's YAML file can extend it from any folder."""
     ignore = shutil.ignore_patterns("__pycache__", "conf")

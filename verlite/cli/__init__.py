@@ -75,3 +75,15 @@ def prepare(
         fail(f"the current folder cannot be used: {error.strerror}. Change to one that exists.")
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
+
+
+def program() -> None:
+    """Run the command and end the process. Python would need a second to free torch's modules."""
+    try:
+        app(prog_name="verlite")
+    except SystemExit as stop:
+        if "torch" not in sys.modules or not isinstance(stop.code, int):
+            raise
+        from verlite.trainer.stop import leave
+
+        leave(stop.code)

@@ -1,5 +1,5 @@
 """`python -m verlite.cli`: the `verlite` command."""
 
-from verlite.cli import app
+from verlite.cli import program
 
-app(prog_name="verlite")
+program()
