@@ -114,7 +114,10 @@ def _compute(func: Any, flat: list[Any], spec: Any, target: Any) -> Any:
     args, kwargs = tree_unflatten([to_cpu(x) for x in flat], spec)
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
-    return tree_map(to_gpu, INSTEAD.get(_name(func), func)(*args, **kwargs))
+    result = INSTEAD.get(_name(func), func)(*args, **kwargs)
+    if getattr(func, "namespace", "") == "_c10d_functional":  # its later wait has another tensor
+        result = tree_map(lambda x: torch.ops._c10d_functional.wait_tensor(x), result)
+    return tree_map(to_gpu, result)
 
 
 def _to_copy(x: Tensor, **options: Any) -> Tensor:

@@ -474,6 +474,7 @@ void __cudaRegisterVar(void** h, char* v, char* a, const char* n, int e, size_t 
 
 static int nvml_fails(void) { const char* on = getenv("DRY_NVML"); return on && *on == '0'; }
 int nvmlInit_v2(void) { return nvml_fails(); }
+int nvmlInitWithFlags(unsigned flags) { return nvml_fails(); }
 int nvmlShutdown(void) { return 0; }
 const char* nvmlErrorString(int code) { return "an error of the dry NVML"; }
 int nvmlDeviceGetCount_v2(unsigned* out) { *out = getenv("DRY_GPUS") ? atoi(getenv("DRY_GPUS")) : 1; return nvml_fails(); }

@@ -4,24 +4,35 @@ that are not there, and compute on the CPU from their first import of what compu
 import importlib
 import os
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
+
+COMPUTES = ("verlite.engine.fsdp", "verlite.rollout.engines.hf", "verlite.weights.transport")
 
 
 class Hook:
     """An import hook."""
 
-    computes = ("verlite.engine.fsdp", "verlite.rollout.engines.hf", "verlite.weights.transport")
+    computing = False
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "verlite.machine" and name not in self.seen:
-            self.seen.add(name)
-            importlib.import_module(name)._nvidia_gpus = lambda root: int(os.environ["DRY_GPUS"])  # type: ignore[attr-defined]
-        if name in self.computes and "computes" not in self.seen:
-            self.seen.add("computes")
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name in COMPUTES and not self.computing:
+            self.computing = True
             importlib.import_module("tests.gpu_dry.cpu_kernels").install()
+        if name != "verlite.machine":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        assert spec is not None
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            module.__dict__["_nvidia_gpus"] = lambda root: int(os.environ["DRY_GPUS"])
+
+        loader.exec_module = exec_module
+        return spec
 
 
 if os.environ.get("DRY_GPUS"):

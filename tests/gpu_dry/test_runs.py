@@ -1,0 +1,64 @@
+"""Whole runs under Ray on GPUs that are not there, beside the same runs on the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.runs import Launch, digits, one_thread, quiet, samples_of
+
+FLOAT32 = (
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+)
+SUMS = {"rel": 1e-6, "abs": 1e-6}
+"""Float32 sums of numbers up to 10 in other orders (eps is 1.2e-7): attention on a GPU is another
+function than on a CPU. Losses are sums of terms that cancel, so what is absolute decides."""
+
+
+def run(folder: Path, name: str, *options: str) -> Launch:
+    started = Launch(folder / name, [*options], folder / f"{name}.log")
+    assert started.wait(200) == 0, started.text()
+    return started
+
+
+def assert_same(run: Launch, expected: Launch) -> None:
+    """Every metric without clocks and memory, and every sample's text, score and advantage."""
+    assert len(run.metrics()) == len(expected.metrics())
+    for line, other in zip(run.metrics(), expected.metrics(), strict=True):
+        assert quiet(line) == pytest.approx(quiet(other), **SUMS)
+    samples, others = samples_of(run), samples_of(expected)
+    assert samples.keys() == others.keys()
+    for step in samples:
+        for row, other in zip(samples[step], others[step], strict=True):
+            for key in ("uid", "response", "score", "status", "weight_version"):
+                assert row[key] == other[key], (step, key)
+            assert row["tokens"]["advantage"] == pytest.approx(other["tokens"]["advantage"])
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: Any) -> None:
+    """A fault or a kernel that was not computed ends its process, and thereby the run."""
+    monkeypatch.setenv("DRY_STRICT", "1")
+    one_thread(monkeypatch)
+
+
+def test_two_gpus_equal_the_cpu(tiny_qwen2: str, tmp_path: Path) -> None:
+    """FSDP2 and two engines of hf, weights by shared memory, a checkpoint; resumed, by cuda_ipc."""
+    base = [
+        *digits(tmp_path, tiny_qwen2),
+        *FLOAT32,
+        "actor_rollout_ref.rollout.weight_probe=always",
+        "trainer.n_gpus_per_node=2",
+        "trainer.save_freq=1",
+        "trainer.test_freq=-1",
+        "ray_kwargs.ray_init.address=local",
+    ]
+    transport = "actor_rollout_ref.rollout.weight_transport="
+    two = "trainer.total_training_steps=2"
+    cpu = run(tmp_path, "cpu", *base, "trainer.device=cpu", two)
+    base.append("trainer.device=cuda")
+    run(tmp_path, "cuda", *base, f"{transport}shared_memory", "trainer.total_training_steps=1")
+    gpus = run(tmp_path, "cuda", *base, f"{transport}cuda_ipc", two)
+    assert "resumed from" in gpus.text() and "cuda_ipc" in gpus.text()
+    assert_same(gpus, cpu)
