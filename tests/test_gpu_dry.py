@@ -18,7 +18,8 @@ pytestmark = pytest.mark.process
 @pytest.mark.skipif(
     not PYTHON.exists(), reason="no build of torch for CUDA; `make gpu-dry` runs it"
 )
-def test_gpu_dry() -> None:
-    command = [PYTHON, "-m", "tests.gpu_dry"]
+@pytest.mark.parametrize("tests", ["not test_runs", "test_runs"])
+def test_gpu_dry(tests: str) -> None:
+    command = [PYTHON, "-m", "tests.gpu_dry", "-k", tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
