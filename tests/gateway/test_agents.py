@@ -513,8 +513,9 @@ def test_a_fork_has_the_names_of_a_program_that_is_started(tmp_path, command):
 @pytest.mark.parametrize(
     ("module", "error"),
     [
-        ("no_such_package", "agent.preload: no_such_package cannot be imported by"),
-        ("threads", "agent.preload=['threads'] starts 1 threads, which a fork does not have"),
+        ("no_such_package", "no_such_package cannot be imported by"),
+        ("odd_error", "odd_error cannot be imported by"),
+        ("threads", "importing them starts 1 threads, which a fork does not have"),
     ],
 )
 def test_modules_that_cannot_be_shared_are_named(tmp_path, module, error, monkeypatch):
@@ -522,9 +523,37 @@ def test_modules_that_cannot_be_shared_are_named(tmp_path, module, error, monkey
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     )
+    (tmp_path / "odd_error.py").write_text("raise ValueError('one\\ntwo\\n')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     _, (trajectory,) = sample(tmp_path, "", preload=(module,))
     assert trajectory.status is Status.ERROR and error in trajectory.error
+    assert f"agent.preload=['{module}']: {sys.executable} ended" in trajectory.error
+
+
+def test_the_limit_of_a_sample_does_not_count_the_imports(monkeypatch):
+    """Imports longer than the limit: the program starts all the same. With a process that does not
+    fork, the message names the key."""
+
+    async def imports(own):
+        await asyncio.sleep(0.2)
+
+    async def refuses(own, variables):
+        raise OSError("started")
+
+    async def hangs(own, variables):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(forks.Forks, "ready", imports)
+    spec = AgentSpec("python agent.py", preload=["slow"])
+    for start, error in (
+        (refuses, "it cannot be started: started"),
+        (hangs, r"end within agent.timeout_s=0.1: that of agent.preload=\['slow'\] did not fork"),
+    ):
+        monkeypatch.setattr(forks.Forks, "start", start)
+        with pytest.raises(ProgramError, match=error):
+            own = forks.Forks(spec, None)
+            limits = {"timeout_s": 0.1, "memory_gb": 1.0}
+            asyncio.run(program.run("python agent.py", {}, "", "", **limits, forks=own))
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path):

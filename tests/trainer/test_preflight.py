@@ -3,6 +3,7 @@ list fails in both."""
 
 import ast
 import json
+import shlex
 import shutil
 import sys
 from collections import namedtuple
@@ -164,6 +165,12 @@ def other_tokens() -> None:
     file.write_text(json.dumps(described))
 
 
+def other_python() -> None:
+    """Write an interpreter that has the standard library only."""
+    Path("python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    Path("python").chmod(0o755)
+
+
 def no_tokenizer() -> None:
     Path("model/tokenizer.json").write_text("{}")
 
@@ -201,6 +208,11 @@ FAILURES: dict[tuple[str, str], Failure] = {
     (RL, "verifiers"): Failure(
         f"agent.verifiers=a agent.python={sys.executable}",
         "agent.verifiers=a: ",
+    ),
+    (RL, "imports of agents"): Failure(
+        "'agent.command=./python own.py' agent.preload=[json,numpy]",
+        "preload=['json', 'numpy']: ./python ended with exit code 1: numpy cannot be imported by",
+        lambda: (text("own.py", "")(), other_python()),
     ),
     (RL, "reference service"): Failure(
         f"{ACTOR}ref.url={AWAY} {ACTOR}actor.use_kl_loss=true", AWAY, kind="missing"
@@ -427,7 +439,7 @@ def test_check_and_command_say_the_same(
     if failure.files:
         takes_kind = failure.files is complete or failure.files.__qualname__.startswith("saved")
         undo = failure.files(kind) if takes_kind else failure.files()
-    arguments = [*ARGUMENTS[kind], *failure.typed.split()]
+    arguments = [*ARGUMENTS[kind], *shlex.split(failure.typed)]
     before = written()
     code, said = printed(check_command, [*NAMED[kind], *arguments])
     assert written() == before

@@ -40,12 +40,15 @@ def prepare(settings: dict[str, Any]) -> Any:
         try:
             importlib.import_module(module)
         except Exception as error:  # a module may raise anything
-            cause = f"{type(error).__name__}: {error}"
-            sys.exit(f"agent.preload: {module} cannot be imported by {sys.executable}: {cause}")
+            cause = " ".join(f"{type(error).__name__}: {error}".split())  # the last line is shown
+            sys.exit(
+                f"{module} cannot be imported by {sys.executable}: {cause}. Install it there, "
+                "name a Python in agent.command that has it, or leave it out"
+            )
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(
-            f"agent.preload={settings['modules']} starts {threads - 1} threads, which a fork "
-            "does not have: leave out the module that starts them"
+            f"importing them starts {threads - 1} threads, which a fork does not have: leave out "
+            "the module that starts them"
         )
     sys.stdout.flush()  # what the modules printed, or each fork prints it
     gc.collect()

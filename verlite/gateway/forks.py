@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -66,17 +67,18 @@ class Forks:
         """Prepare; nothing is started yet. folder: working directory of the programs."""
         assert spec.command is not None
         words = shlex.split(spec.command)
+        self.modules = list(spec.preload)
         settings = {
             "words": words,
-            "modules": list(spec.preload),
+            "modules": self.modules,
             "memory_bytes": int(spec.memory_gb * (1 << 30)),
             "root": str(SCRIPT.parents[2]),
             "path": absolute_path() if is_function(words) else None,
             "worker": os.getpid(),
         }
-        python = sys.executable if is_function(words) else words[0]
+        self.python = sys.executable if is_function(words) else words[0]
         self._process = OwnProcess(
-            [python, "-P", str(SCRIPT), json.dumps(settings)],
+            [self.python, "-P", str(SCRIPT), json.dumps(settings)],
             self._imported,
             start_s=START_S,
             memory_gb=spec.memory_gb,
@@ -91,6 +93,17 @@ class Forks:
     async def __aexit__(self, *error: object) -> None:
         await self._process.__aexit__(*error)
 
+    async def ready(self) -> "asyncio.Future[None]":
+        """Start the process unless it runs. Return what raises ProcessEnded when it ends.
+
+        Raises:
+            ProcessEnded: the modules cannot be imported, or not within START_S.
+        """
+        try:
+            return await self._process.running()
+        except ProcessEnded as error:
+            raise ProcessEnded(f"agent.preload={self.modules}: {error}") from error
+
     async def start(self, variables: Mapping[str, str]) -> Fork:
         """Start the program of a sample, with these variables as its environment.
 
@@ -100,7 +113,7 @@ class Forks:
         """
         is_second = False
         while True:
-            ended = await self._process.running()
+            ended = await self.ready()
             try:
                 return await self._fork(variables)
             except ConnectionError:  # the process has ended, perhaps before this sample
@@ -139,6 +152,23 @@ class Forks:
     async def _imported(self, process: OwnProcess) -> None:
         self._ready = asyncio.get_running_loop().create_future()
         self._address = b"\0" + (await self._ready).strip()
+
+
+def check(spec: AgentSpec) -> str:
+    """Start the process as a run does, in this folder, and end it. Return what it imported.
+
+    Raises:
+        ProcessEnded: as `Forks.ready` does.
+    """
+
+    async def start() -> str:
+        async with Forks(spec, None) as forks:
+            began = time.monotonic()
+            await forks.ready()
+            took = time.monotonic() - began
+            return f"agent.preload={forks.modules}: imported by {forks.python} in {took:.1f} s"
+
+    return asyncio.run(start())
 
 
 async def _connect(connection: socket.socket, address: bytes) -> None:

@@ -73,7 +73,7 @@ async def run(
         task: JSON values.
         base_url: of its session.
         token: of its session.
-        timeout_s: seconds until it is killed.
+        timeout_s: seconds until it is killed, without imports that it shares.
         memory_gb: limit of its own memory, in GiB.
         folder: its working directory; None for the current one.
         log: gets the end of what it prints, both streams, also if it fails.
@@ -91,11 +91,14 @@ async def run(
     variables = _variables(text, base_url, token, secret_env_vars)
     process: asyncio.subprocess.Process | Fork | None = None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
             try:
                 if forks is None:
                     process = await start_kept(code, words, memory_gb, folder, variables)
                 else:
+                    limit.reschedule(None)
+                    await forks.ready()
+                    limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
                     process = await forks.start(variables)
             except (OSError, ProcessEnded) as error:  # no more processes, files or memory
                 raise ProgramError(f"it cannot be started: {error}") from error
@@ -107,7 +110,10 @@ async def run(
                 process.wait(),
             )
     except TimeoutError:
-        raise ProgramError(f"it did not end within agent.timeout_s={timeout_s:g}") from None
+        late = (
+            f": that of agent.preload={forks.modules} did not fork" if forks and not process else ""
+        )
+        raise ProgramError(f"it did not end within agent.timeout_s={timeout_s:g}{late}") from None
     finally:
         if process is not None:
             await _end(process, token)

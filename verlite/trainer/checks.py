@@ -21,7 +21,13 @@ from verlite.config.compile import (
     teacher_model_spec,
     teacher_service_spec,
 )
-from verlite.config.plan import TEACHER, program, scores_itself, scores_remotely
+from verlite.config.plan import (
+    TEACHER,
+    program,
+    program_words,
+    scores_itself,
+    scores_remotely,
+)
 from verlite.config.rules.models import rotary_limit
 from verlite.config.schema import ModelConfig
 from verlite.controller import head
@@ -41,6 +47,7 @@ from verlite.envs.factory import build_env_factory, check_env_factory, encoder
 from verlite.envs.step import Step, ToolError
 from verlite.files import read_json
 from verlite.http.client import TokenError
+from verlite.importing import is_function
 from verlite.rewards import environment as environment_reward
 from verlite.rewards.process import FunctionError
 from verlite.rewards.scorer import Scorer
@@ -329,6 +336,26 @@ def verifiers_environment(found: Preflight) -> None:
     except ProgramError as error:
         raise RunRefused(f"agent.verifiers={agent.verifiers}: {error}") from error
     found.findings.seen.append(f"{agent.verifiers}: served by verifiers {version}")
+
+
+def agent_imports(found: Preflight) -> None:
+    """Import agent.preload in the Python of agent programs, as each engine does. Raises
+    RunRefused."""
+    agent = found.config.agent
+    if not agent.preload:
+        return
+    from verlite.gateway import forks
+    from verlite.own_process import ProcessEnded
+
+    own = found.config.ray_kwargs.ray_init.runtime_env.py_executable
+    if own and is_function(program_words(agent.command)):
+        found.findings.warnings.append(
+            f"agent.preload={agent.preload} was not tried: the function runs in the workers' "
+            f"Python, ray_kwargs.ray_init.runtime_env.py_executable={own}"
+        )
+        return
+    with refused(ProcessEnded):
+        found.findings.seen.append(forks.check(take(AgentSpec, agent)))
 
 
 def environment(found: Preflight) -> None:

@@ -498,7 +498,8 @@ def waiting(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None
     if "agent/requests" in now:
         tools = (
             "the program of one sample, beside those that run with it",
-            "Import less in it, give it more CPU cores, or update meanwhile: trainer.mode=async",
+            "Import less in it, or once for all samples (agent.preload), give it more CPU "
+            "cores, or update meanwhile: trainer.mode=async",
         )
     for key, what, remedy in (
         (REWARD_TIME, "rewards", "Make the reward function faster, or give it more processes"),

@@ -68,6 +68,7 @@ CHECKS = (
     Check("disk space", "verlite.trainer.disk:disk_space", FILES, (RL,), uses=("train rows",)),
     Check("tools", _RL + "tools", FILES, (RL,), needs=(CODE, SERVICES)),
     Check("verifiers", _RL + "verifiers_environment", FILES, (RL,), needs=(CODE,)),
+    Check("imports of agents", _RL + "agent_imports", FILES, (RL,), needs=(CODE,)),
     Check("reference service", _RL + "reference_service", FILES, (RL,), needs=(SERVICES,)),
     Check("teacher service", _RL + "teacher_service", FILES, (RL,), needs=(SERVICES,)),
     Check("generation servers", _RL + "generation_servers", FILES, (RL,), needs=(SERVICES,)),
