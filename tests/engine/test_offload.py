@@ -60,3 +60,34 @@ def test_a_shard_of_a_mesh_on_other_devices_stays_in_host_memory() -> None:
     assert isinstance(away, DTensor) and away.placements == (Shard(0),) and away.shape == (6, 2)
     assert torch.equal(away.to_local(), shard.to_local())
     assert away.to_local().data_ptr() == host._places["a"].data_ptr()
+
+
+class _PageLocked(torch.Tensor):
+    """Host memory that goes to a stand-in of a GPU, in one copy."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert kwargs == {"non_blocking": True}
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_a_write_to_a_row_of_one_copy_does_not_count_as_one_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows share memory on a GPU. A loss may write into one and keep another for its gradient."""
+    empty = torch.empty
+
+    def locked(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        return empty(size, dtype=dtype).as_subclass(_PageLocked)
+
+    monkeypatch.setattr(torch, "empty", locked)
+    sent = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[4, 5]])]
+    device: Any = SimpleNamespace(type="cuda")
+    kept, written = offload.to_device(sent, device)
+    monkeypatch.undo()
+    assert kept.untyped_storage().data_ptr() == written.untyped_storage().data_ptr()
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * kept).sum()
+    written.add_(1)
+    loss.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [1.0, 2.0, 3.0]
+    assert written.tolist() == [[5, 6]] and sent[1].tolist() == [[4, 5]]

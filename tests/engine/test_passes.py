@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.engine.batches import P, R, engine, naive_log_probs, ragged_batch
-from verlite.engine.micro import MicroBatching
+from verlite.engine.micro import MicroBatching, model_inputs
 from verlite.protocol.data import DataProto
 
 ALL = MicroBatching(size=100)
@@ -197,3 +197,13 @@ def test_micro_batching_needs_exactly_one_limit() -> None:
     for wrong in ({}, {"size": 2, "max_tokens": 10}, {"size": 0}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match="micro-batches"):
             MicroBatching(**wrong)
+
+
+def test_rows_are_sent_with_their_inputs() -> None:
+    rows = ragged_batch().batch
+    sent = torch.device("meta")
+    inputs, moved = model_inputs(rows, packed=True).to(sent, rows)
+    assert inputs.input_ids.device == inputs.targets.source.device == sent
+    assert moved is not None and moved.device == sent  # loss functions read it
+    assert {value.device for value in moved.values()} == {sent} and moved.shape == rows.shape
+    assert rows["input_ids"].device.type == "cpu"

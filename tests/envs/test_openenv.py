@@ -328,6 +328,21 @@ def test_each_start_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert good.error is None
 
 
+def test_without_a_free_port_the_sample_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free() -> int:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(openenv, "_free_port", free)
+
+    async def run() -> Trajectory:
+        async with OpenEnv("server {port}", 4) as env:
+            return await sample(env, Engine(["5"]))
+
+    failed = asyncio.run(asyncio.wait_for(run(), 60))
+    assert failed.status is Status.ERROR and failed.score is None
+    assert "server cannot be started: [Errno 98] Address already in use" in str(failed.error)
+
+
 def test_one_key_is_a_run_of_episodes() -> None:
     def spec(*given: str) -> tuple[Any, Any]:
         base = ["actor_rollout_ref.model.path=model", "data.train_files=rows.parquet"]

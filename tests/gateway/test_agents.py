@@ -17,6 +17,7 @@ import verlite
 from tests.engine.graphs import session_of, trajectory_of
 from tests.envs.test_chat import QWEN, tokenizer_of
 from tests.gateway.speaker import Speaker
+from tests.other_user import as_nobody
 from verlite.gateway import forks, program
 from verlite.gateway.agents import Agents, Task
 from verlite.gateway.program import MAX_VARIABLE, ProgramError, score_of
@@ -473,6 +474,26 @@ def test_what_modules_and_programs_do_ends_no_other_sample(tmp_path, monkeypatch
         assert await running == "1" and own._process.starts == 1
 
     with_forks(tmp_path, main)
+
+
+def test_another_user_who_has_taken_the_address_gets_nothing(tmp_path):
+    other = as_nobody(
+        "listener = socket.socket(socket.AF_UNIX); listener.bind(''); listener.listen()\n"
+        "print(listener.getsockname()[1:].decode(), flush=True)\n"
+        "connection = listener.accept()[0]\n"
+        "try: connection.sendall(b'pid 1\\n'); print(connection.recv(1000))\n"
+        "except ConnectionError: print(b'')  # closed at once"
+    )
+
+    async def main(own, started):
+        assert await started("first") == "1"
+        own._address = b"\0" + other.stdout.readline().strip().encode()
+        with pytest.raises(ConnectionResetError):
+            await own._fork({"SECRET": "hush"})
+
+    with other:
+        with_forks(tmp_path, main)
+        assert other.stdout.read() == "b''\n"
 
 
 def test_forked_samples_leave_no_file_open_in_uvloop(tmp_path):

@@ -182,6 +182,16 @@ def test_the_cost_of_a_row_is_that_of_its_sequences():
     session = {"tokens": 9000, "repeated_tokens": 2250}
     batch = batch.with_non_tensor(session=object_array([session]))
     assert costs_of(batch, lengths, once=True) == 0.75 * flat
+    # 9 is 3/7 of 21 tokens: 4/7 of the cost, to the nearest whole number, as ranks balance those.
+    session = {"tokens": 21, "repeated_tokens": 9}
+    batch = batch.with_non_tensor(session=object_array([session]))
+    (cost,) = costs_of(batch, lengths, once=True)
+    assert cost == (8 * int(flat[0]) + 7) // 14 and cost > 4 * int(flat[0]) // 7
+
+
+def test_fractions_of_a_cost_are_not_cut():
+    with pytest.raises(TypeError, match="safe"):
+        balance_rows(torch.zeros(3, dtype=int), np.array([1.9, 1.0, 1.0]), 2, True)
 
 
 def test_balance_metrics_equal_hand_computed_values():

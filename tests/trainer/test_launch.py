@@ -1,6 +1,8 @@
 """Restore a run from a checkpoint, lock its directory, stop it. Whole runs: test_runs.py."""
 
+import gc
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from verlite.config.plan import engine_settings
 from verlite.config.schema import Config, DataConfig
 from verlite.control.machine import Machine
 from verlite.controller import supervisor_file
-from verlite.trainer import build, checkpoints, checks, opening
+from verlite.trainer import build, checkpoints, checks, command, launch, opening, ppo
 from verlite.trainer.build import restore
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
 from verlite.trainer.common_checks import refuse_changes, steps_left
@@ -275,3 +277,20 @@ def test_a_role_that_offloads_is_built_before_the_next_one_starts(
     plan = SimpleNamespace(roles=("actor", "critic", "rollout"))
     build.start_workers(SimpleNamespace(kind=kind), config, plan, 1, None, Screen())
     assert " ".join(events) == expected
+
+
+def test_a_training_command_collects_garbage_rarely(monkeypatch):
+    seen = []
+
+    @contextmanager
+    def opened(given):
+        yield given
+
+    monkeypatch.setattr(launch, "launched", lambda loaded, stop: opened(loaded))
+    monkeypatch.setattr(build, "open_run", opened)
+    monkeypatch.setattr(build, "finalize", lambda run: 0)
+    monkeypatch.setattr(ppo, "train", lambda run: seen.append(gc.get_threshold()))
+    before = gc.get_threshold()
+    assert before[0] < 100_000
+    assert command.train_rl("run", SimpleNamespace(decide=lambda code: code)) == 0
+    assert seen == [(100_000, *before[1:])] and gc.get_threshold() == before

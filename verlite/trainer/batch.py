@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -113,14 +113,19 @@ def balance_rows(
 
     Args:
         mini_batch_index: [B] mini-batch of each row.
-        costs: [B] of each row.
+        costs: [B] of each row, whole numbers.
         shared: costs that a rank has once for all rows of a group. Groups are divided as far as it
             makes the slowest rank faster.
     """
     if not balance:
         return [part.tolist() for part in torch.arange(len(mini_batch_index)).tensor_split(n_ranks)]
     rows = [mini_batch_index, costs] if shared is None else [mini_batch_index, costs, *shared]
-    return _balanced(n_ranks, *(np.asarray(column, np.int64).tobytes() for column in rows))
+    return _balanced(n_ranks, *(_whole(column).tobytes() for column in rows))
+
+
+def _whole(column: Any) -> np.ndarray:
+    """Return a column as int64. Raises TypeError: it has fractions, which would be cut."""
+    return np.asarray(column).astype(np.int64, casting="safe")
 
 
 @functools.lru_cache(maxsize=8)
@@ -204,7 +209,8 @@ def costs_of(batch: DataProto, lengths: torch.Tensor, once: bool) -> np.ndarray:
     costs = np.array([workload([sum(branch) for branch in row]).sum() for row in rows])
     if once:
         sessions = batch.non_tensor_batch["session"]
-        costs = costs * [1 - s["repeated_tokens"] / max(1, s["tokens"]) for s in sessions]
+        shares = [1 - s["repeated_tokens"] / max(1, s["tokens"]) for s in sessions]
+        costs = np.rint(costs * shares).astype(np.int64)
     return costs
 
 
