@@ -139,6 +139,27 @@ def run_all(commands: Mapping[str, Sequence[str]], results: Callable[[], None]) 
     return 0
 
 
+def show(config_name: str, overrides: list[str], title: str, score: str, held_out: str) -> None:
+    """Print the curve of a run and its held-out accuracy, and draw the curve in its directory.
+
+    Args:
+        title: of the drawing.
+        score: what the curve shows, such as "mean score of each step's samples".
+        held_out: where answers are right, such as "on held-out products".
+    """
+    from verlite.config.load import compose
+    from verlite.report.curve import draw, plot, read_curve
+
+    run_dir = Path(compose(config_name, overrides, check=False).config.trainer.default_local_dir)
+    curve = read_curve(run_dir / "metrics.jsonl")
+    out = console()
+    out.print(f"{score}\n{plot(curve.training)}\n", highlight=False)
+    draw(curve, run_dir / "reward_curve.png", title)
+    found = next(iter(curve.validation.values()))
+    line = f"right {held_out}: {found[0][1]:.1%} before, {found[-1][1]:.1%} after"
+    out.print(line, style="bold", highlight=False)
+
+
 def _parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -7,12 +7,8 @@ trainer.total_training_steps=20.
 """
 
 import sys
-from pathlib import Path
 
 from recipes import demo
-from verlite.config.load import compose
-from verlite.report.curve import draw, plot, read_curve
-from verlite.terminal import console
 
 BUILD = "recipes/agent/build"
 MAKE = ["recipes/agent/make.py"]
@@ -28,19 +24,12 @@ def main(argv: list[str]) -> int:
         "Supervised warm-up on conversations that mostly guess": WARM_UP,
         "GRPO with the score that the program prints": [*TRAIN, *overrides],
     }
-    return demo.run_all(commands, lambda: show(overrides))
-
-
-def show(overrides: list[str]) -> None:
-    """Print the curve and the held-out accuracy."""
-    out = console()
-    run_dir = Path(compose("agent_demo", overrides, check=False).config.trainer.default_local_dir)
-    curve = read_curve(run_dir / "metrics.jsonl")
-    out.print(f"mean score of each step's samples\n{plot(curve.training)}\n", highlight=False)
-    draw(curve, run_dir / "reward_curve.png", "agent: products with a calculator")
-    held_out = next(iter(curve.validation.values()))
-    line = f"right on held-out products: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after"
-    out.print(line, style="bold", highlight=False)
+    shown = (
+        "agent: products with a calculator",
+        "mean score of each step's samples",
+        "on held-out products",
+    )
+    return demo.run_all(commands, lambda: demo.show("agent_demo", overrides, *shown))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,8 @@ openenv in an environment of its own (README.md).
 """
 
 import sys
-from pathlib import Path
 
 from recipes import demo
-from verlite.config.load import compose
-from verlite.report.curve import plot, read_curve
-from verlite.terminal import console
 
 BUILD = "recipes/openenv/build"
 MAKE = ["recipes/openenv/make.py"]
@@ -28,18 +24,12 @@ def main(argv: list[str]) -> int:
         "Supervised warm-up on demonstrations that often forget to carry": WARM_UP,
         "GRPO with the rewards of the server": [*TRAIN, *overrides],
     }
-    return demo.run_all(commands, lambda: show(overrides))
-
-
-def show(overrides: list[str]) -> None:
-    """Print the curve and the held-out accuracy."""
-    out = console()
-    run_dir = Path(compose("openenv_demo", overrides, check=False).config.trainer.default_local_dir)
-    curve = read_curve(run_dir / "metrics.jsonl")
-    out.print(f"mean reward of each step's episodes\n{plot(curve.training)}\n", highlight=False)
-    held_out = next(iter(curve.validation.values()))
-    line = f"right in held-out episodes: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after"
-    out.print(line, style="bold", highlight=False)
+    shown = (
+        "OpenEnv: column addition",
+        "mean reward of each step's episodes",
+        "in held-out episodes",
+    )
+    return demo.run_all(commands, lambda: demo.show("openenv_demo", overrides, *shown))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from pathlib import Path
 
 from recipes import demo
 from recipes.quickstart.run import MAKE, WARM_UP
-from verlite.config.load import compose
-from verlite.report.curve import draw, plot, read_curve
-from verlite.terminal import console
 
 TASKS = ["-m", "verlite", "tasks", "--force", "--config-name", "verifiers_demo"]
 HELD_OUT = ["data.train_files=recipes/verifiers/build/test.parquet"]
@@ -34,20 +31,8 @@ def main(argv: list[str]) -> int:
         "Write the tasks held out": [*TASKS, *HELD_OUT],
         "GRPO with the reward of the taskset": [*TRAIN, *overrides],
     }
-    return demo.run_all(commands, lambda: show(overrides))
-
-
-def show(overrides: list[str]) -> None:
-    """Print the curve and the held-out accuracy."""
-    out = console()
-    config = compose("verifiers_demo", overrides, check=False).config
-    run_dir = Path(config.trainer.default_local_dir)
-    curve = read_curve(run_dir / "metrics.jsonl")
-    out.print(f"mean reward of each step's samples\n{plot(curve.training)}\n", highlight=False)
-    draw(curve, run_dir / "reward_curve.png", "verifiers: column addition")
-    held_out = next(iter(curve.validation.values()))
-    line = f"right on held-out sums: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after"
-    out.print(line, style="bold", highlight=False)
+    shown = ("verifiers: column addition", "mean reward of each step's samples", "on held-out sums")
+    return demo.run_all(commands, lambda: demo.show("verifiers_demo", overrides, *shown))
 
 
 if __name__ == "__main__":

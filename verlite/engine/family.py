@@ -33,14 +33,19 @@ _PROVEN: set[str] = set()
 def check(model: ModelSpec, kind: str) -> tuple[ModelSpec, str | None]:
     """Prove on a small copy that the engine computes what transformers' model does.
 
+    Args:
+        model: the model, with or without shared prefixes.
+        kind: "lm" or "value"; see `load_model`.
+
     Returns:
-        The model as it is trained: without share_prefixes if only flat rows are equal. And a
-        warning of that; or if there is no small copy: then only `HeadedModel.self_check` checks the
-        model.
+        The model as it is trained: `model` itself, or without share_prefixes if the copy is right
+        only where each sample is computed alone.
+        A warning, None without: of that; or that no small copy can be built, so that only
+        `HeadedModel.self_check` checks the model.
 
     Raises:
-        ModelError: it does not, or the engine cannot run such a model. The message says what to
-            change, if anything helps.
+        ModelError: the engine computes something else, or cannot run such a model. The message says
+            what to change, if anything helps.
     """
     config = load_config(model)
     small = small_config(config, trust_remote_code=model.trust_remote_code)

@@ -113,6 +113,7 @@ class TrainEngine:
         self.world_size = dist.get_world_size()
         self.sequence_group = ulysses.sp_group(sequence_parallel, model.use_remove_padding)
         self.model_config = model
+        self.unproven: str | None = None  # warning of the check of the model's architecture
         self.fsdp_config = fsdp
         self.optim_config = optim
         self.total_training_steps = total_training_steps
@@ -158,7 +159,7 @@ class TrainEngine:
         return headed
 
     def _read(self, head: str, dtype: torch.dtype) -> tuple[PreTrainedModel, loading.Weights]:
-        self.model_config = loading.proven(self.model_config, head)
+        self.model_config, self.unproven = loading.proven(self.model_config, head)
         return loading.read_on_rank_zero(self.model_config, head, dtype)
 
     def _fill(self, model: PreTrainedModel, weights: loading.Weights) -> None:

@@ -57,15 +57,15 @@ class Weights:
     dtypes: dict[str, torch.dtype]
 
 
-def proven(model: ModelSpec, kind: str) -> ModelSpec:
-    """Return the model as all ranks train it; see `family.check`, whose warnings
-    common_checks.py and scoring.py report. All ranks must call it.
+def proven(model: ModelSpec, kind: str) -> tuple[ModelSpec, str | None]:
+    """Return the model as all ranks train it, and the warning, of `family.check` on rank 0. All
+    ranks must call it.
 
     Raises:
         ModelError: on all ranks, if the engine cannot train it.
     """
-    shares: bool = _on_rank_zero(lambda: family.check(model, kind)[0].share_prefixes)
-    return replace(model, share_prefixes=shares)
+    found, warning = _on_rank_zero(lambda: family.check(model, kind))
+    return replace(model, share_prefixes=found.share_prefixes), warning
 
 
 def read_on_rank_zero(

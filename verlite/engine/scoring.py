@@ -202,7 +202,6 @@ def _work(rank: int, settings: ScoringSettings, end: Connection, store: str) -> 
 
 
 def _serve(rank: int, settings: ScoringSettings, end: Connection) -> None:
-    from verlite.engine import family
     from verlite.engine.fsdp import TrainEngine
     from verlite.engine.micro import MicroBatching
 
@@ -210,9 +209,8 @@ def _serve(rank: int, settings: ScoringSettings, end: Connection) -> None:
     fsdp = FSDPSpec(dtype=settings.dtype, model_dtype=settings.model_dtype)
     device = f"cuda:{rank}" if settings.device == "cuda" else "cpu"
     engine = TrainEngine(model, fsdp, head="lm", device=device)
-    _, unproven = family.check(model, "lm") if rank == 0 else (model, None)
-    if unproven:
-        log.warning(unproven)
+    if engine.unproven and rank == 0:
+        log.warning(engine.unproven)
     end.send(_facts(engine, settings) | {"vocabulary": _vocabulary(model)})
     while True:
         sequences, scored, temperature = end.recv()

@@ -54,11 +54,11 @@ def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
         tensor: Any shape. An empty tensor gives 0.
         dtype: Floating-point numbers are cast to it first; None does not cast.
     """
-    return combine(_hash(tensor, dtype))
+    return combine(_sum_of_hashes(tensor, dtype))
 
 
-def _hash(tensor: Tensor, dtype: torch.dtype | None) -> int | Tensor:
-    """Return the fingerprint before the modulus. A GPU's may still be computed."""
+def _sum_of_hashes(tensor: Tensor, dtype: torch.dtype | None) -> int | Tensor:
+    """Return `tensor_fingerprint` before the modulus. A GPU's may still be computed."""
     if tensor.ndim == 2 and tensor.t().is_contiguous():
         tensor = tensor.t()  # the order of elements does not matter, and this needs no copy
     flat = tensor.detach().reshape(-1)
@@ -103,13 +103,6 @@ def combine(*fingerprints: int | Tensor) -> int:
     return int(sum(fingerprints)) % MODULUS
 
 
-def fingerprints(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
-) -> dict[str, int]:
-    """Return `tensor_fingerprint` of each tensor by name, to find the weight that differs."""
-    return {name: tensor_fingerprint(tensor, dtype) for name, tensor in named}
-
-
 def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> int:
     """Return the fingerprint of a set of weights.
 
@@ -120,7 +113,7 @@ def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None =
 
     dtype: of the engine. A float32 master copy and a bfloat16 engine agree under bfloat16.
     """
-    return combine(*(_hash(tensor, dtype) for _, tensor in named))
+    return combine(*(_sum_of_hashes(tensor, dtype) for _, tensor in named))
 
 
 # CPU tensors: one loop in C, compiled in a process that needs it.

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from typing import BinaryIO
 
 import torch
@@ -105,8 +106,17 @@ class Staging:
     def to_host(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the bytes of the tensors in order, in host tensors that are valid until the next.
         Each but the last fills a buffer, so that small tensors are copied together."""
+        for filled, _ in pairwise(chain(self._fill(tensors), [None])):  # the next is on its way
+            assert filled is not None
+            slot, size = filled
+            if self.copied is not None:
+                self.copied[slot].synchronize()
+            yield self.buffers[slot][:size]
+
+    def _fill(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+        """Copy to the buffers in turn. Yield each buffer's number and bytes as soon as its copies
+        are under way."""
         size = self.buffers[0].numel()
-        copying: tuple[int, int] | None = None
         slot = filled = 0
         for rest in map(flat_bytes, tensors):
             while rest.numel():
@@ -115,24 +125,15 @@ class Staging:
                 filled += part.numel()
                 if filled == size:
                     self._record(slot)
-                    if copying is not None:
-                        yield self._wait(*copying)
-                    copying, slot, filled = (slot, filled), 1 - slot, 0
+                    yield slot, filled
+                    slot, filled = 1 - slot, 0
         if filled:
             self._record(slot)
-        if copying is not None:
-            yield self._wait(*copying)
-        if filled:
-            yield self._wait(slot, filled)
+            yield slot, filled
 
     def _record(self, slot: int) -> None:
         if self.copied is not None:
             self.copied[slot].record()
-
-    def _wait(self, slot: int, size: int) -> Tensor:
-        if self.copied is not None:
-            self.copied[slot].synchronize()
-        return self.buffers[slot][:size]
 
 
 def _write(tensor: Tensor, file: BinaryIO) -> None:

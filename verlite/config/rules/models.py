@@ -216,8 +216,8 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
         yield Problem(
             "actor_rollout_ref.rollout.name",
             rollout.name,
-            f"vLLM's attention on CPUs has head sizes {', '.join(map(str, VLLM_CPU_HEADS))}; the "
-            f"model has {head_size}",
+            "vLLM's attention on CPUs has kernels for heads of size "
+            f"{', '.join(map(str, VLLM_CPU_HEADS))}; the model's have {head_size}",
             "Use actor_rollout_ref.rollout.name=hf.",
         )
     if size > 0 and heads % size:
