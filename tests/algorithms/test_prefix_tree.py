@@ -101,6 +101,25 @@ def test_micro_batches_have_every_row_and_keep_the_limit(seed: int) -> None:
     assert len(parts) <= len(flat)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_no_other_runs_of_rows_are_fewer_or_more_even(seed: int) -> None:
+    rows = random_sequences(seed)[:9]
+    order, shared = sort_by_prefix(token_keys(packed(rows)))
+    in_order = [rows[i] for i in order]
+    longest = max(map(len, rows))
+    limit = random.Random(seed).randint(longest, 3 * longest)
+    assert any(shared)
+    found = part_sizes(micro_batches_of_tree(list(map(len, in_order)), shared, limit), in_order)
+    assert found == sorted(found, reverse=True)
+    best = (len(rows) + 1, 0)
+    for cuts in itertools.product((False, True), repeat=len(rows) - 1):
+        bounds = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(rows)]
+        sizes = part_sizes([list(range(a, b)) for a, b in itertools.pairwise(bounds)], in_order)
+        if max(sizes) <= limit:
+            best = min(best, (len(sizes), sum(size * size for size in sizes)))
+    assert (len(found), sum(size * size for size in found)) == best
+
+
 def test_rows_of_a_prompt_stay_together() -> None:
     """Four prompts of 8 tokens with 4 answers of 2: 16 distinct tokens each, two in 32."""
     rows = [[p] * 8 + [10 + p, a] for p in range(1, 5) for a in range(4)]

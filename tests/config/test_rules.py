@@ -375,7 +375,7 @@ def test_vllm_has_no_kernels_for_some_heads_on_cpus(material):
     vllm = [f"{ROLLOUT}name=vllm", "+actor_rollout_ref.model.override_config.head_dim=64"]
     for works in (narrow, [*vllm, "trainer.device=cpu"]):
         assert not [p for p in problems(material, works) if p.key == f"{ROLLOUT}name"]
-    found = [p for p in problems(material, [vllm[0], *narrow]) if p.rule.endswith("has 72")]
+    found = [p for p in problems(material, [vllm[0], *narrow]) if p.rule.endswith("have 72")]
     assert [(p.key, p.remedy) for p in found] == [(f"{ROLLOUT}name", f"Use {ROLLOUT}name=hf.")]
 
 

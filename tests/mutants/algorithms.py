@@ -316,6 +316,12 @@ MUTANTS = [
         argument("max_tokens", lambda limit: 2 * limit),
         (T + "balancing.py",),
     ),
+    Mutant(
+        "micro-batches of a tree count a shared prefix with each sample",
+        BALANCING + "micro_batches_of_tree",
+        argument("shared", lambda shared: [0, *(min(1, tokens) for tokens in shared[1:])]),
+        (T + "prefix_tree.py",),
+    ),
     # rollout correction
     Mutant(
         "the importance ratio is upside down",

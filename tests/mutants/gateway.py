@@ -13,6 +13,7 @@ GRAPH = ("tests/gateway/test_conversation.py",)
 SERVER = ("tests/gateway/test_gateway.py",)
 SUITE = ("tests/contracts/test_gateway.py",)
 DIALECTS = ("tests/gateway/test_dialects.py",)
+SAME = "tests/trainer/test_preflight.py::test_check_and_command_say_the_same"
 PROGRAMS = ("tests/gateway/test_agents.py::test_a_program_that_fails_is_an_unscored_sample",)
 
 
@@ -94,5 +95,11 @@ MUTANTS = [
         AGENTS + "as_trajectory",
         calls(_failed_is_zero),
         PROGRAMS,
+    ),
+    Mutant(
+        "verlite check does not try agent.preload",
+        "verlite.gateway.forks:check",
+        returns("fine"),
+        (f"{SAME}[rl-imports of agents]",),
     ),
 ]

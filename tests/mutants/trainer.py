@@ -1,6 +1,7 @@
 """Mutants of verlite.trainer: steps, checkpoints and resumes that go wrong."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -171,6 +172,12 @@ MUTANTS = [
         (STAGES,),
     ),
     # updates
+    Mutant(
+        "collections of garbage look at each 700 objects of a step",
+        "verlite.trainer.command:_few_collections",
+        returns(nullcontext()),
+        (LAUNCH,),
+    ),
     Mutant(
         "the samples of a prompt are in different updates",
         BATCH + "mini_batch_indices",

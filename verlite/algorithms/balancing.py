@@ -1,9 +1,7 @@
 """Balance samples over ranks and micro-batches so that all take about the same time."""
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -142,12 +140,7 @@ def micro_batches_by_tokens(
         ValueError: a sample is longer than max_tokens.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
-    if len(tokens) and tokens.max() > max_tokens:
-        raise ValueError(
-            f"sample {int(tokens.argmax())} has {int(tokens.max())} tokens, more than the limit of "
-            f"{max_tokens} per micro-batch. Raise *_max_token_len_per_gpu to at least the longest "
-            "prompt plus response."
-        )
+    _refuse_longer(tokens, max_tokens)
     count = max(-(-int(tokens.sum()) // max_tokens), 1)
     while True:
         parts = karmarkar_karp(tokens, count)
@@ -155,6 +148,15 @@ def micro_batches_by_tokens(
         if max(totals) <= max_tokens:
             return [parts[i] for i in sorted(range(count), key=lambda i: -totals[i])]
         count += 1
+
+
+def _refuse_longer(tokens: np.ndarray, max_tokens: int) -> None:
+    if len(tokens) and tokens.max() > max_tokens:
+        raise ValueError(
+            f"sample {int(tokens.argmax())} has {int(tokens.max())} tokens, more than the limit of "
+            f"{max_tokens} per micro-batch. Raise *_max_token_len_per_gpu to at least the longest "
+            "prompt plus response."
+        )
 
 
 MOST_PATHS = 4
@@ -168,9 +170,9 @@ def micro_batches_of_tree(
     """Split sorted samples that share prefixes into micro-batches that compute each distinct token
     once.
 
-    Two ways are tried: samples that fit into one micro-batch together stay together and are
-    distributed as by `micro_batches_by_tokens`; or each micro-batch has consecutive samples. The
-    one with fewer micro-batches wins, then the one with fewer tokens.
+    Each micro-batch has consecutive samples. There are as few as possible, and the sum of the
+    squares of their tokens is the least: they are even, and few prefixes are divided. Samples that
+    share nothing are split by `micro_batches_by_tokens`.
 
     Args:
         lengths: tokens of each sample, sorted by `prefix_tree.sort_by_prefix`.
@@ -181,49 +183,29 @@ def micro_batches_of_tree(
     Returns, raises:
         As `micro_batches_by_tokens`.
     """
-    new = np.asarray(lengths, dtype=np.int64) - np.asarray(shared, dtype=np.int64)
-    total = np.concatenate([[0], new.cumsum()])
-
-    def tokens(begin: int, end: int) -> int:
-        """Return the distinct tokens of consecutive samples."""
-        return int(total[end] - total[begin]) + shared[begin]
-
-    def whole() -> list[range]:
-        """Return the largest subtrees that fit."""
-        found, pending = [], [range(len(lengths))]
-        while pending:
-            part = pending.pop()
-            if len(part) == 1 or tokens(part.start, part.stop) <= max_tokens:
-                found.append(part)
-                continue
-            within = np.asarray(shared[part.start + 1 : part.stop])
-            cuts = (within == within.min()).nonzero()[0] + part.start + 1
-            bounds = [part.start, *cuts.tolist(), part.stop]
-            pending += [range(a, b) for a, b in pairwise(bounds)][::-1]
-        return found
-
-    def consecutive(limit: int) -> list[range]:
-        bounds = [0]
-        for end in range(1, len(lengths) + 1):
-            if tokens(bounds[-1], end) > limit:
-                bounds.append(end - 1)
-        return [range(a, b) for a, b in pairwise([*bounds, len(lengths)])]
-
-    units = whole()
-    sizes = [tokens(unit.start, unit.stop) for unit in units]
-    parts = [
-        [i for unit in part for i in units[unit]]
-        for part in micro_batches_by_tokens(sizes, max_tokens)
-    ]
-    if len(parts) > 1 and any(shared):
-        count = len(consecutive(max_tokens))
-        limits = range(max(lengths), max_tokens + 1)
-        even = bisect_left(limits, -count, key=lambda limit: -len(consecutive(limit)))
-        runs = consecutive(limits[even])
-        in_runs = [tokens(run.start, run.stop) for run in runs]
-        if (len(runs), sum(in_runs)) < (len(parts), sum(sizes)):
-            parts = [list(runs[i]) for i in np.argsort(in_runs, kind="stable")[::-1]]
-    return [half for part in parts for half in _halves(part, lengths, MOST_PATHS * max_tokens)]
+    if not any(shared):
+        return micro_batches_by_tokens(lengths, max_tokens)
+    _refuse_longer(np.asarray(lengths), max_tokens)
+    before = np.asarray(shared, dtype=np.int64)
+    total = np.concatenate([[0], (np.asarray(lengths, dtype=np.int64) - before).cumsum()])
+    size = len(lengths) + 1
+    # Of the first samples: number of micro-batches, sum of squares, first sample of the last one.
+    count, squares, begin = np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64)
+    low = 0
+    for end in range(1, size):
+        while total[end] - total[low] + before[low] > max_tokens:
+            low += 1
+        high = int(np.searchsorted(count[:end], count[low], side="right"))
+        sums = squares[low:high] + (total[end] - total[low:high] + before[low:high]) ** 2.0
+        best = int(sums.argmin())
+        count[end], squares[end], begin[end] = count[low] + 1, sums[best], low + best
+    runs, end = [], len(lengths)
+    while end:
+        runs.append(range(begin[end], end))
+        end = int(begin[end])
+    runs.sort(key=lambda run: -int(total[run.stop] - total[run.start] + before[run.start]))
+    most = MOST_PATHS * max_tokens
+    return [half for run in runs for half in _halves(list(run), lengths, most)]
 
 
 def _halves(part: list[int], lengths: Sequence[int], most: int) -> list[list[int]]:

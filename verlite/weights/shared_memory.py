@@ -108,10 +108,7 @@ class Staging:
         Each but the last fills a buffer, so that small tensors are copied together."""
         for filled, _ in pairwise(chain(self._fill(tensors), [None])):  # the next is on its way
             assert filled is not None
-            slot, size = filled
-            if self.copied is not None:
-                self.copied[slot].synchronize()
-            yield self.buffers[slot][:size]
+            yield self._wait(*filled)
 
     def _fill(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
         """Copy to the buffers in turn. Yield each buffer's number and bytes as soon as its copies
@@ -134,6 +131,11 @@ class Staging:
     def _record(self, slot: int) -> None:
         if self.copied is not None:
             self.copied[slot].record()
+
+    def _wait(self, slot: int, size: int) -> Tensor:
+        if self.copied is not None:
+            self.copied[slot].synchronize()
+        return self.buffers[slot][:size]
 
 
 def _write(tensor: Tensor, file: BinaryIO) -> None:
