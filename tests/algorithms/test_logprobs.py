@@ -1,10 +1,15 @@
 """Chunked log-probs against a per-token oracle, gradcheck, and a memory limit."""
 
+import logging
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+from verlite.algorithms import logprobs
 from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
 
 T, H, V = 7, 5, 11
@@ -189,3 +194,57 @@ def test_entropy_gradient_equals_autograd() -> None:
     probs = (other @ weight.t()).softmax(-1)
     (-(probs * probs.log()).sum(-1)).square().sum().backward()
     torch.testing.assert_close(h.grad, other.grad)
+
+
+# On a GPU the work on logits is compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_work_on_logits_compiles_whole_and_equals_eager(dtype: torch.dtype) -> None:
+    """As one graph each, for chunks of two sizes, without a graph of its own for each size."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = [
+        torch.compile(function, backend="aot_eager", fullgraph=True)
+        for function in (logprobs._outputs, logprobs._gradient)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for rows in (64, 17, 40, 23):
+        logits = torch.randn(rows, V, generator=generator).to(dtype)
+        labels = torch.randint(V, (rows, 1), generator=generator)
+        columns = torch.rand(4, rows, 1, generator=generator)
+        calls = [(labels, 0.7, True), (0.7, False, *columns)]
+        for one, function, arguments in zip(
+            compiled, (logprobs._outputs, logprobs._gradient), calls, strict=True
+        ):
+            got, want = one(logits.clone(), *arguments), function(logits.clone(), *arguments)
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == 4  # one for a full chunk, one for all others
+
+
+def _without_logits(logits: Any, value: int) -> int:
+    return value
+
+
+def test_without_a_compiler_log_probs_are_computed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(function: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nSet CC")
+
+    logits: Any = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(logprobs, "_compiled", broken)
+    monkeypatch.setattr(logprobs, "_unfused", set())
+    with caplog.at_level(logging.WARNING):
+        assert [logprobs._fused(_without_logits, logits, i) for i in range(2)] == [0, 1]
+    assert "RuntimeError: Failed to find C compiler.)" in caplog.text
+    assert len(caplog.records) == 1 == len(logprobs._unfused)
+
+
+def test_gradients_of_chunks_are_added_in_float32() -> None:
+    """1,024 chunks that each add 1 to a weight's gradient: a bfloat16 sum stays at 256."""
+    total = torch.zeros(1, 1)
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    for _ in range(1024):
+        logprobs._add_product(total, one, one)
+    assert total.item() == 1024

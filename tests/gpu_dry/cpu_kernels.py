@@ -198,4 +198,15 @@ def _weights(q: Tensor, k: Tensor, scale: float | None, window: list[int]) -> Te
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
-INSTEAD = {"_varlen_attn": _varlen, "_varlen_attn_backward": _varlen_backward}
+def _addmm(total, left, right, *options, out=None, **more):  # type: ignore[no-untyped-def]
+    """torch has products that are added to a wider dtype for GPUs only."""
+    if out is None:
+        return aten.addmm(total, left, right, *options, **more)
+    return out.copy_(total + left @ right)
+
+
+INSTEAD = {
+    "_varlen_attn": _varlen,
+    "_varlen_attn_backward": _varlen_backward,
+    "addmm": _addmm,
+}

@@ -3,11 +3,16 @@
 Notation: T tokens, H hidden size, V vocabulary size.
 """
 
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+log = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
 """Logits per chunk: 64 and 512 MiB in float32, enough rows for a fast matrix product."""
@@ -55,7 +60,7 @@ def sum_pi_squared(
     """
     sums = []
     for rows in torch.split(hidden, chunk or _chunk_for(weight)):
-        probs = _logits(rows, weight, temperature).softmax(-1)
+        probs = _scaled(rows @ weight.t(), temperature).softmax(-1)
         sums.append(probs.square().sum(-1))
     return torch.cat(sums)
 
@@ -86,14 +91,13 @@ class _TokenLogProbs(torch.autograd.Function):
         entropies = []
         chunks = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
         for rows, target in chunks:
-            logits = _logits(rows, weight, temperature)
-            normalizer = logits.logsumexp(-1)
-            log_probs.append(logits.gather(1, target.unsqueeze(1)).squeeze(1) - normalizer)
+            chosen, normalizer, entropy = _fused(
+                _outputs, rows @ weight.t(), target.unsqueeze(1), temperature, with_entropy
+            )
+            log_probs.append(chosen)
             normalizers.append(normalizer)
-            if with_entropy:
-                entropies.append(_entropy(logits.sub_(normalizer.unsqueeze(1))))
-        normalizer = torch.cat(normalizers)
-        entropy = torch.cat(entropies) if with_entropy else torch.empty(0)
+            entropies.append(entropy)
+        normalizer, entropy = torch.cat(normalizers), torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, labels, normalizer, entropy)
         ctx.settings = temperature, chunk
         # Without this, an entropy that is only logged would cost time in the backward pass.
@@ -114,34 +118,121 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if needs_weight else None
         for start in range(0, len(labels), chunk):
             at = slice(start, start + chunk)
-            log_p = _logits(hidden[at], weight, temperature).sub_(normalizer[at].unsqueeze(1))
-            upstream = grad_log_probs[at].unsqueeze(1)
-            # d log p_label / d logit_v = [v = label] - p_v
-            # d entropy / d logit_v = -p_v (log p_v + entropy)
-            if grad_entropy is None:
-                grad_logits = log_p.exp_().mul_(-upstream)
-            else:
-                p = log_p.exp()
-                factor = log_p.clamp_(min=torch.finfo(p.dtype).min)
-                factor.add_(entropy[at].unsqueeze(1)).mul_(grad_entropy[at].unsqueeze(1))
-                grad_logits = p.mul_(factor.add_(upstream).neg_())
-            grad_logits.scatter_add_(1, labels[at].unsqueeze(1), upstream)
-            if temperature != 1:
-                grad_logits.div_(temperature)
-            grad_logits = grad_logits.to(weight.dtype)
+            of_tokens = [normalizer, grad_log_probs]
+            if grad_entropy is not None:
+                of_tokens += [entropy, grad_entropy]
+            columns = [values[at].unsqueeze(1) for values in of_tokens]
+            target = labels[at].unsqueeze(1)
+            logits = hidden[at] @ weight.t()
+            of_labels = _gradient(logits.gather(1, target), temperature, True, *columns)
+            grad_logits = _fused(_gradient, logits, temperature, False, *columns)
+            grad_logits.scatter_(1, target, of_labels)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[at])
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[at]
+                _add_product(grad_weight, grad_logits.t(), hidden[at])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = _upcast(hidden @ weight.t())
+# Elementwise work on a chunk's logits, products [n, V]. They may be overwritten.
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    logits = _upcast(logits)
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _entropy(log_p: Tensor) -> Tensor:
-    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+def _outputs(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs of `labels` [n, 1], normalizers, and entropies ([0] if not asked for)."""
+    logits = _scaled(logits, temperature)
+    normalizer = logits.logsumexp(-1)
+    log_probs = logits.gather(1, labels).squeeze(1) - normalizer
+    if not with_entropy:
+        return log_probs, normalizer, normalizer.new_empty(0)
+    log_p = logits.sub_(normalizer.unsqueeze(1))
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+    return log_probs, normalizer, entropy
+
+
+def _gradient(
+    logits: Tensor,
+    temperature: float,
+    is_label: bool,
+    normalizer: Tensor,
+    grad_log_prob: Tensor,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+) -> Tensor:
+    """Return the gradient of logits in their dtype: of the labels', or of others.
+
+    d log p_label / d logit_v = [v = label] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy).
+    What belongs to a token is [n, 1].
+    """
+    log_p = _scaled(logits, temperature).sub_(normalizer)
+    if entropy is None or grad_entropy is None:
+        gradient = log_p.exp_().mul_(-grad_log_prob)
+    else:
+        p = log_p.exp()
+        factor = log_p.clamp_(min=torch.finfo(p.dtype).min)
+        factor.add_(entropy).mul_(grad_entropy)
+        gradient = p.mul_(factor.add_(grad_log_prob).neg_())
+    if is_label:
+        gradient.add_(grad_log_prob)
+    if temperature != 1:
+        gradient.div_(temperature)
+    return gradient.to(logits.dtype)
+
+
+# On a GPU
+
+_unfused: set[Callable[..., Any]] = set()
+"""Functions that cannot be compiled on this machine."""
+
+
+def _fused(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Any:
+    """Call a function of logits. On a GPU it is compiled: two kernels that read the logits in their
+    dtype, in place of ten that pass over them in float32."""
+    if logits.is_cuda and function not in _unfused:
+        try:
+            return _compiled(function)(logits, *arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _unfused.add(function)
+            log.warning(
+                "log-probs take longer than they could: torch.compile does not work here (%s: %s)",
+                type(error).__name__,
+                str(error).partition("\n")[0],
+            )
+    return function(logits, *arguments)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, which may be float32 where they are not."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda and _adds_wide(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+@functools.cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a product of this dtype can be added to float32 in one kernel there."""
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
