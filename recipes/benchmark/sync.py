@@ -34,7 +34,7 @@ from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import WeightReceiver, WeightSender
 from verlite.weights.cuda_ipc import BucketStream, Publisher
 from verlite.weights.files import FolderWriter, read_folder
-from verlite.weights.fingerprint import tensor_fingerprint
+from verlite.weights.fingerprint import sum_of_hashes
 from verlite.weights.probe import probe_limit
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
@@ -164,7 +164,7 @@ def sync(
     def hashing(*args: Any) -> int:
         nonlocal hashed
         began = time.perf_counter()
-        found = tensor_fingerprint(*args)
+        found = sum_of_hashes(*args)
         hashed += time.perf_counter() - began
         return found
 
@@ -176,7 +176,7 @@ def sync(
     found["probe"] = timed(lambda: trainer.probe(limit, LONGEST), "probe")
     weights = trainer.export(dtype, snapshot=False, target=trainer.device)
     found["export"] = timed(lambda: transport.publish(weights, bucket_bytes, version))
-    with mock.patch("verlite.rollout.engines.vllm_worker.tensor_fingerprint", hashing):
+    with mock.patch("verlite.rollout.engines.vllm_worker.sum_of_hashes", hashing):
         whole = timed(
             lambda: engine.load_weights(transport.named(), version, results["expected"]), "load"
         )

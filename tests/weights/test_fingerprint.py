@@ -1,14 +1,19 @@
 """Fingerprints of weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from verlite.rollout.engines.vllm_worker import WorkerExtension
 from verlite.weights.fingerprint import (
     MODULUS,
     _compiled,
     combine,
     fingerprint,
     kernel,
+    settle,
+    sum_of_hashes,
     tensor_fingerprint,
 )
 
@@ -157,10 +162,45 @@ def test_float32_master_and_bfloat16_engine_agree_under_bfloat16():
     assert fingerprint([("w", master)]) != fingerprint([("w", master.to(torch.bfloat16))])
 
 
+def counted_waits(monkeypatch) -> list[str]:
+    """Return a list that gets an entry for each conversion of a tensor to Python numbers. On a GPU
+    each of them waits for the device."""
+    waits: list[str] = []
+    for name in ("__int__", "tolist", "item"):
+        convert = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda self, name=name, convert=convert: waits.append(name) or convert(self),
+        )
+    return waits
+
+
 def test_a_set_of_weights_is_waited_for_once(monkeypatch):
-    """On a GPU each `int` of a tensor waits for the device."""
-    named = [(str(i), torch.randn(5, i + 1)) for i in range(7)]
-    expected = combine(*(tensor_fingerprint(tensor) for _, tensor in named))
-    waits, convert = [], torch.Tensor.__int__
-    monkeypatch.setattr(torch.Tensor, "__int__", lambda self: waits.append(1) or convert(self))
-    assert fingerprint(named) == expected and len(waits) == 1
+    named = {str(i): torch.randn(5, i + 1) for i in range(7)}
+    named |= {"native": torch.randn(1 << 16), "none": torch.zeros(0)}
+    by_name = {name: tensor_fingerprint(tensor) for name, tensor in named.items()}
+    waits = counted_waits(monkeypatch)
+    assert fingerprint(named.items()) == sum(by_name.values()) % MODULUS and len(waits) == 1
+    hashes = {name: sum_of_hashes(tensor) for name, tensor in named.items()}
+    assert settle(hashes) == by_name and len(waits) == 2
+
+
+def test_a_worker_of_vllm_waits_once_for_all_its_weights(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 12), torch.nn.Linear(12, 2))
+    fused = {"num_kv_head_replicas": 2, "num_heads": 2, "head_size": 4}
+    for name, value in fused.items():
+        setattr(model[0], name, value)
+    model[1].lora_a_stacked = torch.randn(2, 5)
+    worker = WorkerExtension()
+    worker.rank, worker.model_config = 3, SimpleNamespace(dtype=torch.float32)
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    (weight, bias), (other, last) = ((one.weight, one.bias) for one in model)
+    expected = {
+        **{"0.weight[q]": weight[:8], "0.weight[kv 1]": weight[8:], "0.bias[q]": bias[:8]},
+        **{"0.bias[kv 1]": bias[8:], "1.weight": other, "1.bias": last},
+        "1.lora_a_stacked[0]": model[1].lora_a_stacked,
+    }
+    expected = {name: naive_fingerprint(tensor) for name, tensor in expected.items()}
+    waits = counted_waits(monkeypatch)
+    assert worker.verlite_fingerprints() == expected and len(waits) == 1

@@ -54,11 +54,12 @@ def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
         tensor: Any shape. An empty tensor gives 0.
         dtype: Floating-point numbers are cast to it first; None does not cast.
     """
-    return combine(_sum_of_hashes(tensor, dtype))
+    return combine(sum_of_hashes(tensor, dtype))
 
 
-def _sum_of_hashes(tensor: Tensor, dtype: torch.dtype | None) -> int | Tensor:
-    """Return `tensor_fingerprint` before the modulus. A GPU's may still be computed."""
+def sum_of_hashes(tensor: Tensor, dtype: torch.dtype | None = None) -> int | Tensor:
+    """Return `tensor_fingerprint` before the modulus. A GPU's may still be computed; see
+    `settle`."""
     if tensor.ndim == 2 and tensor.t().is_contiguous():
         tensor = tensor.t()  # the order of elements does not matter, and this needs no copy
     flat = tensor.detach().reshape(-1)
@@ -103,6 +104,17 @@ def combine(*fingerprints: int | Tensor) -> int:
     return int(sum(fingerprints)) % MODULUS
 
 
+def settle(hashes: dict[str, int | Tensor]) -> dict[str, int]:
+    """Return the fingerprint of each tensor from its `sum_of_hashes`. On a GPU it waits once, for all
+    tensors."""
+    waiting = {name: value for name, value in hashes.items() if isinstance(value, Tensor)}
+    if waiting:
+        device = next((v.device for v in waiting.values() if v.is_cuda), torch.device("cpu"))
+        values = torch.stack([value.to(device) for value in waiting.values()]).tolist()
+        hashes = hashes | dict(zip(waiting, values, strict=True))
+    return {name: combine(value) for name, value in hashes.items()}
+
+
 def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> int:
     """Return the fingerprint of a set of weights.
 
@@ -113,7 +125,7 @@ def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None =
 
     dtype: of the engine. A float32 master copy and a bfloat16 engine agree under bfloat16.
     """
-    return combine(*(_sum_of_hashes(tensor, dtype) for _, tensor in named))
+    return combine(*(sum_of_hashes(tensor, dtype) for _, tensor in named))
 
 
 # CPU tensors: one loop in C, compiled in a process that needs it.

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verlite.weights.cuda_ipc import BucketStream
-from verlite.weights.fingerprint import combine, tensor_fingerprint
+from verlite.weights.fingerprint import combine, settle, sum_of_hashes, tensor_fingerprint
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
 _PROBED_COLUMNS = 16  # columns of a packed weight that are read back
@@ -132,14 +132,15 @@ class WorkerExtension:
         }
 
     def verlite_fingerprints(self) -> dict[str, int]:
-        """Return the fingerprint of each weight on this worker, as input of `combine_shards`.
+        """Return the fingerprint of each weight on this worker, as input of `combine_shards`. On a
+        GPU it waits once.
 
         Raises:
             RuntimeError: a layer computes with other weights than it should.
         """
         model = self.model_runner.get_model()
         dtype = self.model_config.dtype
-        found: dict[str, int] = {}
+        found: dict[str, int | Tensor] = {}
         seen: set[int] = set()
         heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
         for name, module in model.named_modules(remove_duplicate=True):
@@ -150,7 +151,7 @@ class WorkerExtension:
             }
             seen.update(parameter.data_ptr() for parameter in weights.values())
             for key, weight in weights.items():
-                parts = _fingerprint_parts(weight, module, self.rank, dtype)
+                parts = _hashed_parts(weight, module, self.rank, dtype)
                 found |= {f"{name}.{key}{part}": value for part, value in parts.items()}
             if _is_packed(module) and not _is_only_looked_up(module, heads):
                 packed = _packed_parts(name, module, self.rank, dtype)
@@ -163,7 +164,7 @@ class WorkerExtension:
                     )
             _check_experts(name, module)
             found |= _adapter_parts(name, module, self.rank, dtype)
-        return found
+        return settle(found)
 
 
 def load_base(model: Any, model_config: Any, rank: int, reload: Callable[[], None]) -> None:
@@ -206,8 +207,10 @@ def _take_adapters(
             yield name, tensor
 
 
-def _adapter_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the fingerprints of a layer's A and B, which vLLM has for each of the matrices that it
+def _adapter_parts(
+    name: str, module: Any, rank: int, dtype: torch.dtype
+) -> dict[str, int | Tensor]:
+    """Return the hashes of a layer's A and B, which vLLM has for each of the matrices that it
     fused, padded with zeros to its largest rank."""
     found = {}
     for key in ("lora_a_stacked", "lora_b_stacked"):
@@ -216,7 +219,7 @@ def _adapter_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dic
         for i, tensor in enumerate((stacked,) if isinstance(stacked, Tensor) else stacked):
             # Workers that share key-value heads have the same rows of B for k and v.
             group = f"[kv {rank // replicas}]" if replicas > 1 and i and "_b_" in key else ""
-            found[f"{name}.{key}[{i}]{group}"] = tensor_fingerprint(tensor, dtype)
+            found[f"{name}.{key}[{i}]{group}"] = sum_of_hashes(tensor, dtype)
     return found
 
 
@@ -233,21 +236,21 @@ def combine_shards(workers: list[dict[str, int]]) -> int:
     return total
 
 
-def _fingerprint_parts(
+def _hashed_parts(
     weight: Tensor, module: Any, rank: int, dtype: torch.dtype
-) -> dict[str, int]:
-    """Return the fingerprint of one weight under the key "".
+) -> dict[str, int | Tensor]:
+    """Return the hash of one weight under the key "".
 
     A fused q, k, v weight has two parts if several workers share key-value heads: q, which is
     sharded, and k, v, which are replicated.
     """
     replicas = getattr(module, "num_kv_head_replicas", 1)
     if replicas == 1:
-        return {"": tensor_fingerprint(weight, dtype)}
+        return {"": sum_of_hashes(weight, dtype)}
     q_rows = module.num_heads * module.head_size
     return {
-        "[q]": tensor_fingerprint(weight[:q_rows], dtype),
-        f"[kv {rank // replicas}]": tensor_fingerprint(weight[q_rows:], dtype),
+        "[q]": sum_of_hashes(weight[:q_rows], dtype),
+        f"[kv {rank // replicas}]": sum_of_hashes(weight[q_rows:], dtype),
     }
 
 
@@ -286,7 +289,7 @@ def _recording_packs(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterato
             pack(layer)
             width = weight.shape[1]
             columns = _column_sampler.sample(range(width), min(_PROBED_COLUMNS, width))
-            parts = _fingerprint_parts(weight, layer, rank, dtype)
+            parts = settle(_hashed_parts(weight, layer, rank, dtype))
             layer.verlite_packed = _PackedWeight(
                 layer.cpu_linear, parts, columns, weight[:, columns]
             )
@@ -310,10 +313,11 @@ def _packed_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict
     """
     record: _PackedWeight | None = getattr(module, "verlite_packed", None)
     if record is None or record.kernel is not module.cpu_linear:
-        return _fingerprint_parts(_unpack(module, dtype), module, rank, dtype)
+        return settle(_hashed_parts(_unpack(module, dtype), module, rank, dtype))
     mismatch = f"vLLM computes {name} with weights that differ from those it was given"
     if not hasattr(module, "verlite_read"):
-        if _fingerprint_parts(_unpack(module, dtype), module, rank, dtype) != record.parts:
+        read = settle(_hashed_parts(_unpack(module, dtype), module, rank, dtype))
+        if read != record.parts:
             raise RuntimeError(mismatch)
         module.verlite_read = True
         return record.parts
