@@ -1,6 +1,7 @@
 """How failures are classified and reported, without any worker process."""
 
 import pickle
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -395,3 +396,31 @@ def test_stuck_error_names_finished_and_unfinished_ranks():
     assert "rank 1: process 4711 is sleeping; stacks in /logs/actor_1.log" in str(error)
     assert 'File "model.py", line 5 in forward' in str(error)
     assert "rank 2: process 4711 is on a node that does not answer" in str(error)
+
+
+@pytest.mark.parametrize("others", [0, 8])
+def test_answers_that_come_one_by_one_are_taken_together(monkeypatch, others):
+    """The driver looks at each rank a few times, not once for each rank. It hardly waits for
+    other calls."""
+    ranks, looked, now = 1000, 0, 0.0
+    arrives = [0.0001 * ref if ref < ranks else 1e9 for ref in range(ranks + others)]
+
+    def wait(refs, num_returns, timeout):
+        nonlocal looked, now
+        looked += len(refs)
+        now = max(now, min(sorted(arrives[ref] for ref in refs)[num_returns - 1], now + timeout))
+        ready = [ref for ref in refs if arrives[ref] <= now][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    errors = SimpleNamespace(RayError=OSError)
+    ray = SimpleNamespace(wait=wait, get=lambda ref: ref, exceptions=errors)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    supervisor = supervise.Supervisor(60)
+    call, engines = (
+        supervisor.watch(
+            supervise.Future(supervisor, role, "update", {r: handle(r) for r in refs}, list)
+        )
+        for role, refs in (("actor", range(ranks)), ("rollout", range(ranks, ranks + others)))
+    )
+    assert call.result() == list(range(ranks)) and len(engines.pending) == others
+    assert looked < 10 * ranks and now < 0.11

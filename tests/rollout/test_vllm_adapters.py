@@ -20,7 +20,7 @@ from tests.rollout.oracle import ask, float64_model, largest_gap, naive_log_prob
 from verlite.rollout.batched import build_engine
 from verlite.rollout.types import EngineError, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec
-from verlite.weights.fingerprint import combine, fingerprint
+from verlite.weights.fingerprint import combine, fingerprint, settle
 from verlite.weights.probe import Probe, probe_ids, probe_limit
 
 pytest.importorskip("vllm", reason="vLLM is an optional dependency")
@@ -260,7 +260,7 @@ def test_workers_that_share_key_value_heads_count_them_once():
             lora_b_stacked=(q_rows, k_rows, v_rows),
         )
 
-    parts = [_adapter_parts("qkv", layer(rank), rank, torch.float32) for rank in range(4)]
+    parts = [settle(_adapter_parts("qkv", layer(r), r, torch.float32)) for r in range(4)]
     named = {"q": q, "k": k, "v": v, "a": a, "a2": a, "a3": a}
     assert combine_shards(parts) == fingerprint(named.items())
 

@@ -294,7 +294,8 @@ class Supervisor:
             return []
         ready, rest = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
         if ready and rest:
-            ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+            gather_s = min(timeout_s, limits.GATHER_S * len(rest))
+            ready += ray.wait(rest, num_returns=len(rest), timeout=gather_s)[0]
         causes = []
         for ref in ready:
             future = owners[ref]
