@@ -105,8 +105,8 @@ def combine(*fingerprints: int | Tensor) -> int:
 
 
 def settle(hashes: dict[str, int | Tensor]) -> dict[str, int]:
-    """Return the fingerprint of each tensor from its `sum_of_hashes`. On a GPU it waits once, for all
-    tensors."""
+    """Return the fingerprint of each tensor from its `sum_of_hashes`. On a GPU it waits once, for
+    all tensors."""
     waiting = {name: value for name, value in hashes.items() if isinstance(value, Tensor)}
     if waiting:
         device = next((v.device for v in waiting.values() if v.is_cuda), torch.device("cpu"))
