@@ -130,6 +130,9 @@ FROZEN_LOOKS = 8
 FIND_LOOKS = 10
 FIND_UNTIL = 60
 """Daemons are looked for every FIND_LOOKS looks, FIND_UNTIL looks long: one may start others."""
+FAILED_START_LOOKS = 6
+"""A worker without process and log in so many looks in a row has ended before it reached Ray. There
+is a look every FIND_LOOKS looks at daemons: a fork in place of the process may import for long."""
 REACT_S = 3.0
 """How long the main thread has to raise the error of a lost daemon. It may hang in a call into
 Ray."""
