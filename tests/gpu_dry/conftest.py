@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu_dry import gpu
 
@@ -15,12 +16,18 @@ if gpu.loaded():
     cpu_kernels.install()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "faults(name, ...): what cuda.c finds in this test")
+
+
 @pytest.fixture(autouse=True)
-def no_fault() -> Iterator[None]:
-    """Nothing that a GPU would refuse, or that was not computed, in any test."""
+def no_fault(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing that a GPU would refuse, or that was not computed, but what the test expects."""
+    marker = request.node.get_closest_marker("faults")
     with gpu.calls() as seen:
         yield
-    assert seen.faults() == []
+        torch.cuda.synchronize()
+    assert seen.faults() == list(marker.args if marker else ())
 
 
 @pytest.fixture(scope="session")

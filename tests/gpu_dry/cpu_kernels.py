@@ -57,6 +57,8 @@ class CpuKernels(TorchDispatchMode):
             return _to_copy(*args, **kwargs)
         if func is aten.copy_.default and args[0].is_cuda != args[1].is_cuda:
             return _copy(*args, **kwargs)
+        if func in (aten.copy_.default, aten.clone.default) and _are_bytes(*args[:2]):
+            return func(*args, **kwargs)
         return _compute(func, flat, spec, target if goes_to_gpu else None)
 
 
@@ -74,12 +76,13 @@ def install() -> None:
     CpuKernels().__enter__()
 
 
-def in_host(x: Tensor) -> Tensor:
-    """Return a CPU tensor in a CUDA tensor's memory, after what its stream has to do."""
-    gpu.finish_stream(x.device)
+def in_host(x: Tensor, written: bool = False) -> Tensor:
+    """Return a CPU tensor in a CUDA tensor's memory, for an operator on the current stream."""
     storage = x.untyped_storage()
-    if not storage.nbytes():
+    if not storage.nbytes() or not x.numel():
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    elements = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    gpu.operator(x.device, x.data_ptr(), elements * x.itemsize, written)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     raw = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=x.dtype).set_(raw, x.storage_offset(), x.shape, x.stride())
@@ -96,10 +99,11 @@ def _compute(func: Any, flat: list[Any], spec: Any, target: Any) -> Any:
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     own: dict[int, tuple[Tensor, Tensor]] = {}
+    written = _written(func, *tree_unflatten(flat, spec))
 
     def to_cpu(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_cuda:
-            out = in_host(x)
+            out = in_host(x, id(x) in written)
             own[id(out)] = out, x
             return out
         return torch.device("cpu") if isinstance(x, torch.device) else x
@@ -108,7 +112,7 @@ def _compute(func: Any, flat: list[Any], spec: Any, target: Any) -> Any:
         if not isinstance(x, Tensor) or id(x) in own:
             return own[id(x)][1] if isinstance(x, Tensor) else x
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        in_host(made).copy_(x)
+        in_host(made, True).copy_(x)
         return made
 
     args, kwargs = tree_unflatten([to_cpu(x) for x in flat], spec)
@@ -134,14 +138,30 @@ def _to_copy(x: Tensor, **options: Any) -> Tensor:
 def _copy(out: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
     """A copy between host and GPU. Whatever is not a copy of bytes is a kernel before or after."""
     x = x.expand(out.shape)
-    if x.dtype == out.dtype and x.is_contiguous() and out.is_contiguous():
+    if _are_bytes(out, x):
         return out.copy_(x, non_blocking)
     source = torch.empty(out.shape, dtype=x.dtype, device=x.device)
-    (in_host(source) if x.is_cuda else source).copy_(in_host(x) if x.is_cuda else x)
+    (in_host(source, True) if x.is_cuda else source).copy_(in_host(x) if x.is_cuda else x)
     moved = torch.empty(out.shape, dtype=x.dtype, device=out.device).copy_(source, False)
     gpu.note("op copy_")
-    (in_host(out) if out.is_cuda else out).copy_(in_host(moved) if moved.is_cuda else moved)
+    (in_host(out, True) if out.is_cuda else out).copy_(in_host(moved) if moved.is_cuda else moved)
     return out
+
+
+def _are_bytes(*tensors: Tensor) -> bool:
+    """Return whether a copy between them is a copy of bytes, which the runtime does."""
+    return len({(x.dtype, x.shape) for x in tensors}) == 1 and all(
+        x.is_contiguous() for x in tensors
+    )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> set[int]:
+    """Return the ids of the arguments that an operator writes."""
+    if not hasattr(func, "_schema"):
+        return set()
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return {id(x) for x in tree_flatten([named.get(name) for name in changed])[0]}
 
 
 def _name(func: Any) -> str:

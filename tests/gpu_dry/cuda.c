@@ -109,85 +109,172 @@ static void drop(Block* block) {
   *block = blocks[--block_count];
 }
 
-/* Streams: what was asked of one runs, in order, when somebody waits for it */
+/* Streams. For the host a task has not happened before somebody waits for it: `first` is the oldest
+ * such task. Operators are computed when they are called (cpu_kernels.py); what their stream has to
+ * do before them is done then, up to `begun`, but what it writes to the host is kept aside. Each task
+ * names what it writes (`to`) and reads (`from`), and is compared with the tasks of other streams that
+ * it is not ordered after. */
 
-typedef struct Event Event;
-typedef struct { void *to, *from; size_t size; int value; Event* wait; cudaHostFn_t call; } Task;
-typedef struct { Task* tasks; long count, done, room; } Stream;
-struct Event { Stream* stream; long until; };
-static Stream default_streams[GPUS], *streams[4096];
-static int stream_count;
+#define STREAMS 64
+#define PATIENCE 8 /* queries are told "not ready" so often */
+typedef struct Stream Stream;
+typedef struct {
+  enum { COPY, SET, OPERATOR, WAIT, CALL } kind;
+  char *to, *from, *aside;
+  size_t size;
+  int value, to_host, staged;
+  unsigned long sum; /* of page-locked memory that is read */
+  Stream* wait;
+  long until;
+  cudaHostFn_t call;
+  void* data;
+} Task;
+struct Stream { Task* tasks; long room, base, first, begun, count, after[STREAMS]; int used, number, asked; };
+typedef struct { Stream* stream; long until, after[STREAMS]; int asked; } Event;
+static Stream default_streams[GPUS], *active[STREAMS];
+static int active_count;
 
-static Stream* stream_of(cudaStream_t handle) {
-  return (size_t)handle > 2 ? (Stream*)handle : &default_streams[current];
+static Stream* stream_of(cudaStream_t handle) { return (size_t)handle > 2 ? (Stream*)handle : &default_streams[current]; }
+static Task* task_at(Stream* stream, long i) { return &stream->tasks[i - stream->base]; }
+static int meet(const char* a, size_t size, const char* b, size_t other) { return a && b && a < b + other && b < a + size; }
+static int touches(Task* task, const void* place, size_t size) {
+  return meet(task->to, task->size, place, size) || meet(task->from, task->size, place, size);
+}
+static Task* pending(const void* place, size_t size) {
+  for (int i = 0; i < active_count; i++)
+    for (long j = active[i]->first; j < active[i]->count; j++)
+      if (touches(task_at(active[i], j), place, size)) return task_at(active[i], j);
+  return NULL;
+}
+static unsigned long sum(const char* place, size_t size) {
+  unsigned long out = 1;
+  for (; size >= 8; size -= 8, place += 8) out = (out ^ *(unsigned long*)place) * 0x9E3779B97F4A7C15;
+  while (size--) out = (out ^ *place++) * 0x9E3779B97F4A7C15;
+  return out | 1;
 }
 
-static void push(cudaStream_t handle, Task task) {
+static Task* push(cudaStream_t handle, Task task) {
   Stream* stream = stream_of(handle);
-  if (stream->count == stream->room) {
+  if (!stream->used) {
+    if (active_count == STREAMS) { fprintf(stderr, "cuda.c: more than %d streams\n", STREAMS); abort(); }
+    stream->used = 1;
+    active[stream->number = active_count++] = stream;
+  }
+  for (int i = 0; i < active_count; i++) {
+    Stream* other = active[i];
+    for (long j = other->count - 1; other != stream && j >= other->first && j >= stream->after[i]; j--) {
+      Task* its = task_at(other, j);
+      if (!touches(its, task.to, task.size) && !meet(its->to, its->size, task.from, task.size)) continue;
+      note("fault: streams race", current, task.size, handle, task.to ? task.to : task.from);
+      break;
+    }
+  }
+  if (stream->first == stream->count) stream->base = stream->count;
+  if (stream->count - stream->base == stream->room) {
     stream->room = stream->room * 2 + 64;
     stream->tasks = realloc(stream->tasks, stream->room * sizeof(Task));
   }
-  stream->tasks[stream->count++] = task;
+  *task_at(stream, stream->count) = task;
+  return task_at(stream, stream->count++);
 }
 
-static void run(Stream* stream, long until) {
-  while (stream->done < until && stream->done < stream->count) {
-    Task task = stream->tasks[stream->done++];
-    if (task.wait) {
-      run(task.wait->stream, task.wait->until);
-      free(task.wait);
-    } else if (task.call)
-      task.call(task.to);
-    else if (task.from)
-      memmove(task.to, task.from, task.size);
-    else
-      memset(task.to, task.value, task.size);
+static void land(Task* task) {
+  memmove(task->to, task->aside, task->size);
+  free(task->aside);
+  task->aside = NULL;
+}
+
+static void begin(Task* task) {
+  if (task->kind == SET) memset(task->to, task->value, task->size);
+  if (task->kind != COPY) return;
+  for (int i = 0; i < active_count; i++) /* what the GPU has written to the host, it can read there */
+    for (long j = active[i]->first; j < active[i]->begun; j++) {
+      Task* its = task_at(active[i], j);
+      if (its->aside && meet(its->to, its->size, task->from, task->size)) land(its);
+    }
+  if (task->to_host) task->aside = memcpy(malloc(task->size), task->from, task->size);
+  else memmove(task->to, task->from, task->size);
+}
+
+static void finish(Task* task) {
+  if (task->aside) land(task);
+  if (task->sum && task->sum != sum(task->from, task->size)) note("fault: source of a copy changed", current, task->size, 0, task->from);
+  if (task->staged) free(task->from);
+  if (task->call) task->call(task->data);
+}
+
+static void run(Stream* stream, long until, int for_host) {
+  for (long i = for_host ? stream->first : stream->begun; i < until; i++) {
+    if (task_at(stream, i)->wait) run(task_at(stream, i)->wait, task_at(stream, i)->until, for_host);
+    if (i >= stream->begun) { begin(task_at(stream, i)); stream->begun = i + 1; }
+    if (for_host) { finish(task_at(stream, i)); stream->first = i + 1; }
   }
-  if (stream->done == stream->count) stream->done = stream->count = 0;
 }
 
-static void run_all(void) {
-  for (int i = 0; i < GPUS; i++) run(&default_streams[i], default_streams[i].count);
-  for (int i = 0; i < stream_count; i++) run(streams[i], streams[i]->count);
+static void run_all(void) { for (int i = 0; i < active_count; i++) run(active[i], active[i]->count, 1); }
+static void wait_for(cudaStream_t handle) { LOCK; run(stream_of(handle), stream_of(handle)->count, 1); UNLOCK; }
+
+/* An operator on this stream is about to read, or write, memory. */
+void dry_operator(int device, cudaStream_t stream, char* place, size_t size, int writes) {
+  LOCK;
+  int before = current;
+  current = device;
+  run(stream_of(stream), stream_of(stream)->count, 0);
+  push(stream, (Task){OPERATOR, .to = writes ? place : NULL, .from = writes ? NULL : place, .size = size});
+  current = before;
+  UNLOCK;
 }
 
-void dry_run(cudaStream_t stream) { LOCK; run(stream_of(stream), stream_of(stream)->count); UNLOCK; }
-
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) {
-  LOCK; *out = (cudaStream_t)(streams[stream_count++] = calloc(1, sizeof(Stream))); UNLOCK; return OK;
-}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) { *out = calloc(1, sizeof(Stream)); return OK; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) { return cudaStreamCreateWithPriority(out, flags, 0); }
-cudaError_t cudaStreamDestroy(cudaStream_t stream) { dry_run(stream); return OK; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { NOTE(0, stream, 0); dry_run(stream); return OK; }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { dry_run(stream); return OK; }
+cudaError_t cudaStreamDestroy(cudaStream_t stream) { wait_for(stream); return OK; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { NOTE(0, stream, 0); wait_for(stream); return OK; }
 cudaError_t cudaDeviceSynchronize(void) { NOTE(0, 0, 0); LOCK; run_all(); UNLOCK; return OK; }
 
+static cudaError_t ask(Stream* stream, long until, int* asked) {
+  LOCK;
+  int ready = !stream || stream->first >= until || (*asked)++ >= PATIENCE;
+  if (ready && stream) { run(stream, until, 1); *asked = 0; }
+  UNLOCK;
+  return ready ? OK : cudaErrorNotReady;
+}
+cudaError_t cudaStreamQuery(cudaStream_t handle) { Stream* stream = stream_of(handle); return ask(stream, stream->count, &stream->asked); }
+cudaError_t cudaEventQuery(cudaEvent_t handle) { Event* event = (Event*)handle; return ask(event->stream, event->until, &event->asked); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) { *out = calloc(1, sizeof(Event)); return OK; }
 cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return OK; }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  NOTE(0, stream, event); LOCK; *(Event*)event = (Event){stream_of(stream), stream_of(stream)->count}; UNLOCK; return OK;
-}
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }
-cudaError_t cudaEventQuery(cudaEvent_t handle) {
+cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
+  NOTE(0, stream_handle, handle);
+  LOCK;
+  Stream* stream = stream_of(stream_handle);
   Event* event = (Event*)handle;
-  LOCK; if (event->stream) run(event->stream, event->until); UNLOCK;
+  *event = (Event){stream, stream->count};
+  memcpy(event->after, stream->after, sizeof event->after);
+  if (stream->used) event->after[stream->number] = stream->count;
+  UNLOCK;
   return OK;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { NOTE(0, 0, event); return cudaEventQuery(event); }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }
+cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  NOTE(0, 0, handle);
+  Event* event = (Event*)handle;
+  LOCK; if (event->stream) run(event->stream, event->until, 1); UNLOCK;
+  return OK;
+}
 cudaError_t cudaEventElapsedTime(float* out, cudaEvent_t from, cudaEvent_t to) { *out = 1; return OK; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-  NOTE(0, stream, event);
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned flags) {
+  NOTE(0, handle, event_handle);
   LOCK;
-  Event* copy = malloc(sizeof *copy);
-  *copy = *(Event*)event;
-  if (copy->stream && copy->until) push(stream, (Task){.wait = copy}); else free(copy);
+  Stream* stream = stream_of(handle);
+  Event* event = (Event*)event_handle;
+  for (int i = 0; i < STREAMS; i++)
+    if (stream->after[i] < event->after[i]) stream->after[i] = event->after[i];
+  if (event->stream && event->stream->first < event->until) push(handle, (Task){WAIT, .wait = event->stream, .until = event->until});
   UNLOCK;
   return OK;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* data) {
-  LOCK; push(stream, (Task){.call = call, .to = data}); UNLOCK; return OK;
+  LOCK; push(stream, (Task){CALL, .call = call, .data = data}); UNLOCK; return OK;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus* out) { *out = cudaStreamCaptureStatusNone; return OK; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus* out, unsigned long long* id, cudaGraph_t* g,
@@ -248,10 +335,19 @@ cudaError_t cudaHostRegister(void* place, size_t size, unsigned flags) {
 }
 cudaError_t cudaHostUnregister(void* place) {
   NOTE(0, 0, place);
-  LOCK; run_all(); Block* block = find(place); if (block) drop(block); UNLOCK;
+  LOCK;
+  Block* block = find(place);
+  if (block && pending(place, block->size)) note("fault: unlocked while copied", current, block->size, 0, place);
+  run_all();
+  if (block) drop(block);
+  UNLOCK;
   return block ? OK : cudaErrorInvalidValue;
 }
-cudaError_t cudaFreeHost(void* place) { cudaError_t failed = cudaHostUnregister(place); if (!failed) free(place); return failed; }
+cudaError_t cudaFreeHost(void* place) {
+  LOCK; run_all(); cudaError_t failed = cudaHostUnregister(place); UNLOCK;
+  if (!failed) free(place);
+  return failed;
+}
 cudaError_t cudaMemGetInfo(size_t* free_, size_t* total) {
   NOTE(0, 0, 0); count_devices(); *total = TOTAL; *free_ = TOTAL - used[physical(current)]; return OK;
 }
@@ -266,7 +362,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* out, const vo
   return OK;
 }
 
-/* Copies. Those of memory that is not page-locked are over when the call returns. */
+/* Copies. A source that is not page-locked is read at once, and such a target is waited for. */
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
   LOCK;
@@ -278,8 +374,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, enum cudaMe
   int own = count_devices() ? physical(current) : 0;
   if (size && ((target && a >= GPU && target->device != own) || (source && b >= GPU && source->device != own)))
     note("fault: memory of another GPU", current, size, stream, to);
-  push(stream, (Task){.to = to, .from = (void*)from, .size = size});
-  if (!a || !b) run(stream_of(stream), stream_of(stream)->count);
+  Task task = {COPY, to, (char*)from, .size = size, .to_host = a < GPU};
+  if (b == HOST) task.staged = 1, task.from = memcpy(malloc(size), from, size);
+  if (b == PINNED && !pending(from, size)) task.sum = sum(from, size);
+  push(stream, task);
+  if (a == HOST) wait_for(stream);
   UNLOCK;
   return OK;
 }
@@ -287,10 +386,10 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t size, enum cudaMemcpyK
   NOTE(size, 0, to); LOCK; run_all(); memmove(to, from, size); UNLOCK; return OK;
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int a, const void* from, int b, size_t size, cudaStream_t stream) {
-  NOTE(size, stream, to); LOCK; push(stream, (Task){.to = to, .from = (void*)from, .size = size}); UNLOCK; return OK;
+  NOTE(size, stream, to); LOCK; push(stream, (Task){COPY, to, (char*)from, .size = size}); UNLOCK; return OK;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t stream) {
-  NOTE(size, stream, to); LOCK; push(stream, (Task){.to = to, .value = value, .size = size}); UNLOCK; return OK;
+  NOTE(size, stream, to); LOCK; push(stream, (Task){SET, to, .size = size, .value = value}); UNLOCK; return OK;
 }
 cudaError_t cudaMemset(void* to, int value, size_t size) { return cudaMemsetAsync(to, value, size, 0); }
 cudaError_t cudaMemcpyToSymbol(const void* s, const void* p, size_t n, size_t o, enum cudaMemcpyKind k) { return OK; }
@@ -387,6 +486,7 @@ CUresult cuMemMap(CUdeviceptr start, size_t size, size_t offset, CUmemGenericAll
 CUresult cuMemUnmap(CUdeviceptr start, size_t size) {
   NOTE(size, 0, (void*)start);
   LOCK;
+  if (pending((void*)start, size)) note("fault: unmapped while used", current, size, 0, (void*)start);
   run_all();
   for (int i = block_count - 1; i >= 0; i--)
     if (blocks[i].kind == MAPPED && blocks[i].start >= (char*)start && blocks[i].start < (char*)start + size) drop(&blocks[i]);

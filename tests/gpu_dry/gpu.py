@@ -69,7 +69,8 @@ def _library() -> ctypes.CDLL:
     library.dry_rows.restype = ctypes.POINTER(_Row)
     for name in ("dry_row_count", "dry_used", "dry_pinned"):
         getattr(library, name).restype = ctypes.c_long
-    library.dry_run.argtypes = [ctypes.c_void_p]
+    number, place = ctypes.c_int, ctypes.c_void_p
+    library.dry_operator.argtypes = [number, place, place, ctypes.c_long, number]
     return library
 
 
@@ -100,6 +101,7 @@ def note(name: str) -> None:
     _library().dry_note(name.encode())
 
 
-def finish_stream(device: torch.device) -> None:
-    """Do what the current stream has to do, without a call of the runtime."""
-    _library().dry_run(torch.cuda.current_stream(device).cuda_stream)
+def operator(device: torch.device, place: int, size: int, writes: bool) -> None:
+    """Say that an operator on the current stream reads or writes memory now."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    _library().dry_operator(device.index, stream, place, size, writes)
