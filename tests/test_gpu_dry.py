@@ -10,16 +10,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("GPU_DRY", ROOT / "build/gpu-dry"), "bin/python")
+FILES = sorted(path.stem.removeprefix("test_") for path in ROOT.glob("tests/gpu_dry/test_*.py"))
 
-pytestmark = pytest.mark.process
+
+def missing() -> str | None:
+    """Return why these tests cannot run here."""
+    if sys.platform != "linux" or not shutil.which("cc"):
+        return "needs Linux and cc"
+    return None if PYTHON.exists() else "no build of torch for CUDA; `make gpu-dry` runs it"
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and cc")
-@pytest.mark.skipif(
-    not PYTHON.exists(), reason="no build of torch for CUDA; `make gpu-dry` runs it"
-)
-@pytest.mark.parametrize("tests", ["not test_runs", "test_runs"])
-def test_gpu_dry(tests: str) -> None:
-    command = [PYTHON, "-m", "tests.gpu_dry", "-k", tests]
+@pytest.mark.process
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("file", FILES)
+def test_gpu_dry(file: str) -> None:
+    command = [PYTHON, "-m", "tests.gpu_dry", f"tests/gpu_dry/test_{file}.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -51,5 +51,7 @@ def environment(folder: Path, gpus: int = 2) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE, *sys.argv[1:]]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]
+    if not any(argument.startswith("tests") for argument in sys.argv[1:]):
+        command.append(str(HERE))
     raise SystemExit(subprocess.run(command, env=environment(build())).returncode)

@@ -111,6 +111,11 @@ def _compute(func: Any, flat: list[Any], spec: Any, target: Any) -> Any:
     def to_gpu(x: Any) -> Any:
         if not isinstance(x, Tensor) or id(x) in own:
             return own[id(x)][1] if isinstance(x, Tensor) else x
+        for _, theirs in own.values():
+            storage = theirs.untyped_storage()
+            if x.nbytes and x.untyped_storage().data_ptr() == storage.data_ptr():  # a part of it
+                part = torch.empty(0, dtype=x.dtype, device=device)
+                return part.set_(storage, x.storage_offset(), x.shape, x.stride())
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         in_host(made, True).copy_(x)
         return made

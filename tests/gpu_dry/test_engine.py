@@ -75,7 +75,10 @@ def test_offload_frees_the_gpu_and_locks_pages_once(tiny_qwen2: str) -> None:
     shard = sum(p.to_local().nbytes for p in trained.parameters)
     trained.update(ragged_batch(), MicroBatching(size=3), 0.8, LOSS)
     allocated, before = torch.cuda.memory_allocated(), gpu.pinned()
+    weights = [p.detach().to_local().cpu() for p in trained.parameters]
     trained.offload()
+    held = [p.detach().to_local() for p in trained.parameters]
+    torch.testing.assert_close(held, weights, rtol=0, atol=0)
     assert torch.cuda.memory_allocated() <= allocated - 3 * shard
     locked = gpu.pinned() - before
     assert 3 * shard <= locked <= 3 * shard + 64 * 4 * len(trained.parameters)

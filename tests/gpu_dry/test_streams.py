@@ -102,7 +102,8 @@ def test_memory_returns_to_the_allocator_when_every_stream_has_read_it(told: boo
 
 
 @pytest.mark.parametrize(
-    "waits", [True, pytest.param(False, marks=pytest.mark.faults("fault: source of a copy changed"))]
+    "waits",
+    [True, pytest.param(False, marks=pytest.mark.faults("fault: source of a copy changed"))],
 )
 def test_the_source_of_a_copy_rests_until_it_is_over(waits: bool) -> None:
     x, host = sevens()

@@ -1,5 +1,6 @@
 """Weights from a trainer's GPU to an engine: bytes, order and what is left."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu_dry import gpu
-from verlite.weights import TransportError, cuda_ipc
+from verlite.weights import TransportError
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.cuda_ipc import Publisher
 from verlite.weights.shared_memory import MemoryFiles
@@ -23,8 +24,8 @@ from tests.gpu_dry import cpu_kernels, gpu
 cpu_kernels.install()
 from verlite.weights.cuda_ipc import BucketStream
 with gpu.calls() as seen:
-    weights = BucketStream(("\\0" + sys.argv[1],), timeout_s=30)
-    sums = {name: tensor.double().sum().item() for name, tensor in weights}
+    weights = dict(BucketStream(("\\0" + sys.argv[1],), timeout_s=30))
+    sums = {name: tensor.double().sum().item() for name, tensor in weights.items()}
 calls = [call.name for call in seen.all if "Ipc" in call.name or "fault" in call.name]
 print(json.dumps({"sums": sums, "calls": calls}))
 """
@@ -54,8 +55,9 @@ def test_cuda_ipc(settings: str) -> None:
     """Two buffers are opened once, closed before they are freed, and nothing is left."""
     configure = torch._C._accelerator_setAllocatorSettings
     configure(",".join(filter(None, [settings, "expandable_segments:True"])))
-    before = cuda_ipc._allocator_settings()
+    before = torch._C._accelerator_getAllocatorSettings()
     weights, publisher = named(), Publisher(GPU, timeout_s=30)
+    sums = {name: tensor.double().sum().item() for name, tensor in weights}
     torch.cuda.empty_cache()
     held = gpu.used()
     reader = subprocess.Popen(
@@ -66,14 +68,13 @@ def test_cuda_ipc(settings: str) -> None:
     out, _ = reader.communicate(timeout=60)
     publisher.close()
     read = json.loads(out.splitlines()[-1])
-    assert read["sums"] == {name: t.double().sum().item() for name, t in weights}
+    assert read["sums"] == sums
     opened = [call for call in read["calls"] if "Ipc" in call and "Event" not in call]
     opens = opened.count("cudaIpcOpenMemHandle")  # two buffers may share a segment
     assert opens in (1, 2)
     assert opened == ["cudaIpcOpenMemHandle"] * opens + ["cudaIpcCloseMemHandle"] * opens
     assert seen.count("cudaIpcGetMemHandle") >= opens
-    torch.cuda.empty_cache()
-    assert gpu.used() == held and cuda_ipc._allocator_settings() == before
+    assert gpu.used() == held and torch._C._accelerator_getAllocatorSettings() == before
     configure("expandable_segments:False")
 
 
@@ -90,3 +91,30 @@ def test_an_engine_on_another_gpu_is_refused() -> None:
     _, stderr = reader.communicate(timeout=60)
     publisher.close()
     assert "the engine runs on GPU" in stderr and reader.returncode == 1
+
+
+class Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
+
+HOLDER = """
+import ctypes, sys
+from tests.gpu_dry.test_weights import Handle
+place, handle = ctypes.c_void_p(), Handle.from_buffer_copy(bytes.fromhex(sys.argv[1]))
+print(ctypes.CDLL(None).cudaIpcOpenMemHandle(ctypes.byref(place), handle, 1), flush=True)
+input()
+"""
+
+
+@pytest.mark.faults("fault: freed while open")
+def test_the_dry_runtime_sees_shared_memory_freed_early() -> None:
+    runtime, place, handle = ctypes.CDLL(None), ctypes.c_void_p(), Handle()
+    assert not runtime.cudaMalloc(ctypes.byref(place), 4096)
+    assert not runtime.cudaIpcGetMemHandle(ctypes.byref(handle), place)
+    command = [sys.executable, "-c", HOLDER, bytes(handle.bytes).hex()]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout and holder.stdout.readline() == "0\n"
+    runtime.cudaFree(place)
+    holder.communicate("\n", timeout=60)
+    done = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n"  # cudaErrorInvalidValue: opened after free

@@ -35,6 +35,7 @@ PACKAGES = (
     "sft",
     "report",
     "api",
+    "gpu_dry",
 )
 """Each is a file of this package with a list MUTANTS, about the package of verlite with the same
 name."""

@@ -37,3 +37,5 @@ class Hook:
 
 if os.environ.get("DRY_GPUS"):
     sys.meta_path.insert(0, Hook())  # type: ignore[arg-type]
+if "VERLITE_MUTANT" in os.environ:
+    importlib.import_module("tests.mutants.plant").install()
