@@ -51,7 +51,8 @@ def environment(folder: Path, gpus: int = 2) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short"]  # a long one prints whole tensors
+    command = [sys.executable, "-m", "pytest", *options, *sys.argv[1:]]
     if not any(argument.startswith("tests") for argument in sys.argv[1:]):
         command.append(str(HERE))
     raise SystemExit(subprocess.run(command, env=environment(build())).returncode)

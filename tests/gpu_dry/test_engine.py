@@ -10,6 +10,7 @@ from tests.engine.programs import weighted_loss
 from tests.gpu_dry import gpu
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
+from verlite.engine.offload import HostMemory
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -75,10 +76,7 @@ def test_offload_frees_the_gpu_and_locks_pages_once(tiny_qwen2: str) -> None:
     shard = sum(p.to_local().nbytes for p in trained.parameters)
     trained.update(ragged_batch(), MicroBatching(size=3), 0.8, LOSS)
     allocated, before = torch.cuda.memory_allocated(), gpu.pinned()
-    weights = [p.detach().to_local().cpu() for p in trained.parameters]
     trained.offload()
-    held = [p.detach().to_local() for p in trained.parameters]
-    torch.testing.assert_close(held, weights, rtol=0, atol=0)
     assert torch.cuda.memory_allocated() <= allocated - 3 * shard
     locked = gpu.pinned() - before
     assert 3 * shard <= locked <= 3 * shard + 64 * 4 * len(trained.parameters)
@@ -89,3 +87,9 @@ def test_offload_frees_the_gpu_and_locks_pages_once(tiny_qwen2: str) -> None:
         trained.offload()
     assert gpu.used() == held and seen.count("cudaHostRegister") == 0
     assert seen.bytes("copy to pinned") >= 3 * shard and seen.count("copy to pageable") == 0
+
+
+def test_offloaded_tensors_have_arrived() -> None:
+    """Also if nothing is freed, which would wait for them."""
+    x, memory = torch.full((1 << 16,), 7.0, device="cuda"), HostMemory(torch.device("cuda"))
+    assert memory.offload({"x": x})["x"].sum() == 7 << 16
