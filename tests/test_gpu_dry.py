@@ -21,6 +21,7 @@ def missing() -> str | None:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("file", FILES)
 def test_gpu_dry(file: str) -> None:

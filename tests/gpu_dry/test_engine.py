@@ -91,5 +91,8 @@ def test_offload_frees_the_gpu_and_locks_pages_once(tiny_qwen2: str) -> None:
 
 def test_offloaded_tensors_have_arrived() -> None:
     """Also if nothing is freed, which would wait for them."""
-    x, memory = torch.full((1 << 16,), 7.0, device="cuda"), HostMemory(torch.device("cuda"))
+    x, memory = torch.full((1 << 16,), 3.0, device="cuda"), HostMemory(torch.device("cuda"))
+    memory.offload({"x": x})
+    torch.cuda.synchronize()
+    x.fill_(7)
     assert memory.offload({"x": x})["x"].sum() == 7 << 16
