@@ -250,14 +250,14 @@ def test_body_and_queue_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         assert slow.result()["rewards"] == [None] * 10
 
 
-def test_1000_answers_in_one_request_and_64_clients_at_once(base: str) -> None:
+def test_999_answers_in_one_request_and_64_clients_at_once(base: str) -> None:
     with ThreadPoolExecutor(65) as clients:
         large = clients.submit(
             ask,
             base,
             {
-                "query": [f"\\boxed{{{number}}}" for number in range(1000)],
-                "labels": [str(number - number % 2) for number in range(1000)],
+                "query": [f"\\boxed{{{number}}}" for number in range(999)],
+                "labels": [str(number - number % 3) for number in range(999)],
             },
         )
         began = time.monotonic()
@@ -269,22 +269,24 @@ def test_1000_answers_in_one_request_and_64_clients_at_once(base: str) -> None:
         ]
         assert [future.result()["rewards"] for future in small] == [[1.0, 0.0]] * 64
         seconds = time.monotonic() - began
-        assert large.result()["rewards"] == [1.0, 0.0] * 500
+        assert large.result()["rewards"] == [1.0, 0.0, 0.0] * 333
         assert seconds < 30
 
 
 def test_answers_of_a_client_that_left_are_not_scored() -> None:
-    with serving(None, item_timeout_s=30.0, processes=1) as base:
+    with serving(None, item_timeout_s=0.5, processes=1) as base:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{base}/get_reward",
-                json={"query": ["\\boxed{1}"] * 8 + [NEVER] * 8, "labels": ["1"] * 16},
+                json={"query": ["\\boxed{1}"] * 8 + [NEVER] * 16, "labels": ["1"] * 24},
                 timeout=1.0,
             )
         end = time.monotonic() + 25
         while CLIENT.get(f"{base}/health").json()["waiting"]:
             assert time.monotonic() < end
             time.sleep(0.05)
+        assert ask(base, {"query": ["\\boxed{1}"], "labels": ["1"]})["rewards"] == [1.0]
+        assert CLIENT.get(f"{base}/health").json()["waiting"] == 0
 
 
 def test_own_function_scores(tmp_path: Path) -> None:

@@ -195,7 +195,6 @@ def batches(draft: Draft, gpus: int) -> None:
     draft.set("data.train_batch_size", prompts, unit)
     unit = f"{trained} samples per update -> ppo_mini_batch_size {mini} prompts of {n}"
     draft.set(ACTOR + "ppo_mini_batch_size", mini, unit)
-    draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["per_device_train_batch_size"])
     _prompt_length(draft)
 
 
@@ -208,7 +207,6 @@ def ppo_batches(draft: Draft, gpus: int) -> None:
     unit = f"batch of {size} samples on {gpus} processes, one per prompt"
     draft.set("data.train_batch_size", size, unit)
     draft.set(ACTOR + "ppo_mini_batch_size", size // parts)
-    draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["per_device_train_batch_size"])
     if draft["total_episodes"]:
         steps = -(-int(draft["total_episodes"]) // size)
         note = f"total_episodes {draft['total_episodes']} / {size} samples per step"
@@ -226,7 +224,6 @@ def tuning_batches(draft: Draft, gpus: int) -> None:
         unit += ". TRL counts packed sequences, verlite examples: multiply by the examples that "
         unit += f"{draft['max_length'] or LONGEST} tokens hold on average"
     draft.set(ACTOR + "ppo_mini_batch_size", size, unit)
-    draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["per_device_train_batch_size"])
     note = "TRL cuts no row: set the length of your longest; a longer one ends the run"
     longest = draft["max_length"] or LONGEST
     draft.set("data.max_length", longest, "" if draft["max_length"] else note)
@@ -566,11 +563,6 @@ def run(draft: Draft, gpus: int) -> None:
         steps = draft["eval_steps"] or 500
         _every(draft, "trainer.test_freq", steps, count, every)
         draft.set("trainer.val_before_train", draft["eval_on_start"])
-    if draft["output_dir"]:
-        draft.set("trainer.default_local_dir", draft["output_dir"])
-    for field, key in (("run_name", "experiment_name"), ("project", "project_name")):
-        if draft[field]:
-            draft.set(f"trainer.{key}", draft[field])
     resume = draft["resume_from_checkpoint"]
     draft.set("trainer.resume_mode", "auto" if resume is True else "disable")
     if resume not in (None, True, False):
@@ -578,8 +570,6 @@ def run(draft: Draft, gpus: int) -> None:
     report = draft["report_to"]
     backends = [report] if isinstance(report, str) else list(report or [])
     trackers(draft, "report_to", backends)
-    if draft["data_seed"] is not None:
-        draft.set("data.seed", draft["data_seed"])
 
 
 def _every(draft: Draft, key: str, value: Any, count: int, note: str) -> None:

@@ -4,11 +4,10 @@ The answers of many requests are scored at once, in processes that can be killed
 """
 
 import asyncio
-import threading
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +34,11 @@ class Busy(Exception):
     """Too many answers wait already."""
 
 
-@dataclass(eq=False)
-class _Job:
-    """The answers of one request."""
-
-    calls: Sequence[dict[str, Any]]
-    done: asyncio.Event
-    loop: asyncio.AbstractEventLoop
-    results: list[RewardResult | None] = field(default_factory=list)
-    next: int = 0
-    left: int = 0
-
-
 class Scoring:
     """Processes that score. Requests take turns, so a large one does not block small ones.
 
-    Each process belongs to one thread, so one slow answer delays the other answers of its chunk
-    only.
+    Each process works on one chunk at a time, so one slow answer delays the other answers of its
+    chunk only.
     """
 
     def __init__(
@@ -90,19 +77,13 @@ class Scoring:
             )
             for _ in range(processes)
         ]
-        self._jobs: deque[_Job] = deque()
-        self._condition = threading.Condition()
-        self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._work, args=[pool], name="scoring", daemon=True)
-            for pool in self._pools
-        ]
+        self._idle = list(self._pools)
+        self._turns = asyncio.Semaphore(processes)  # first come, first served
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="scoring")
 
     def start(self) -> None:
-        """Load the function in one process and start the threads. Raises FunctionError."""
+        """Load the function in one process. Raises FunctionError."""
         self._pools[0].start(LOAD_S)
-        for thread in self._threads:
-            thread.start()
 
     @property
     def takes_lists(self) -> bool:
@@ -111,14 +92,9 @@ class Scoring:
 
     def close(self) -> None:
         """End all threads and processes."""
-        with self._condition:
-            self._stopped = True
-            self._condition.notify_all()
         for pool in self._pools:
             pool.stop()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+        self._threads.shutdown()
         for pool in self._pools:
             pool.close()
 
@@ -133,61 +109,46 @@ class Scoring:
         """
         if not calls:
             return []
-        job = _Job(calls, asyncio.Event(), asyncio.get_running_loop())
-        job.results = [None] * len(calls)
-        job.left = len(calls)
-        with self._condition:
-            if self.waiting + len(calls) > self.most_waiting and self.waiting:
-                raise Busy(f"{self.waiting} answers are waiting already; ask again later")
-            self.waiting += len(calls)
-            self._jobs.append(job)
-            self._condition.notify_all()
+        if self.waiting + len(calls) > self.most_waiting and self.waiting:
+            raise Busy(f"{self.waiting} answers are waiting already; ask again later")
+        self.waiting += len(calls)
+        chunks: list[asyncio.Task[list[RewardResult]]] = []
+        work = asyncio.create_task(self._in_turn(calls, chunks))
         try:
-            while True:
-                try:
-                    await asyncio.wait_for(job.done.wait(), GONE_CHECK_S)
-                    break
-                except TimeoutError:
-                    if await gone():
-                        raise GONE from None
+            while not work.done():
+                await asyncio.wait([work], timeout=GONE_CHECK_S)
+                if not work.done() and await gone():
+                    raise GONE
+            await work
         finally:
-            self._drop(job)
-        return [result for result in job.results if result is not None]
+            work.cancel()
+            self.waiting -= max(0, len(calls) - CHUNK * len(chunks))
+        return [result for chunk in chunks for result in chunk.result()]
 
-    def _drop(self, job: _Job) -> None:
-        with self._condition:
-            if job in self._jobs:
-                self._jobs.remove(job)
-            self.waiting -= len(job.calls) - job.next
-            job.next = len(job.calls)
+    async def _in_turn(
+        self, calls: Sequence[dict[str, Any]], chunks: list[asyncio.Task[list[RewardResult]]]
+    ) -> None:
+        """Score the calls, a chunk whenever it is their turn. Chunks that have begun are scored
+        also if this is cancelled."""
+        for start in range(0, len(calls), CHUNK):
+            await self._turns.acquire()
+            chunk = [{**call, **self._constants} for call in calls[start : start + CHUNK]]
+            self.waiting -= len(chunk)
+            chunks.append(asyncio.create_task(self._scored(chunk)))
+        await asyncio.wait(chunks)
 
-    def _work(self, pool: Pool) -> None:
-        while True:
-            with self._condition:
-                while not self._jobs and not self._stopped:
-                    self._condition.wait()
-                if self._stopped:
-                    return
-                job = self._jobs.popleft()
-                start, job.next = job.next, min(job.next + CHUNK, len(job.calls))
-                calls = [{**call, **self._constants} for call in job.calls[start : job.next]]
-                self.waiting -= len(calls)
-                if job.next < len(job.calls):
-                    self._jobs.append(job)
-            results = self._scored(pool, calls)
-            with self._condition:
-                job.results[start : start + len(calls)] = results
-                job.left -= len(calls)
-            if job.left == 0:
-                with suppress(RuntimeError):  # the service has stopped
-                    job.loop.call_soon_threadsafe(job.done.set)
-
-    def _scored(self, pool: Pool, calls: Sequence[dict[str, Any]]) -> list[RewardResult]:
+    async def _scored(self, calls: list[dict[str, Any]]) -> list[RewardResult]:
+        pool = self._idle.pop()
+        # The pool enforces the limit of each call. This one is for a process that cannot start.
+        limit_s = LOAD_S + self.limit_s * len(calls)
+        loop = asyncio.get_running_loop()
         try:
-            # The pool enforces the limit of each call. This one is for a process that cannot start.
-            return pool.run(calls, LOAD_S + self.limit_s * len(calls))
+            return await loop.run_in_executor(self._threads, pool.run, calls, limit_s)
         except Exception as error:  # a changed file, no process: requests must not wait for ever
             return [failure(error)] * len(calls)
+        finally:
+            self._idle.append(pool)
+            self._turns.release()
 
 
 MATH = "verlite.rewards.tagged_math:compute_score"
