@@ -22,9 +22,7 @@ Imports the standard library only, because every worker waits for it.
 
 import contextlib
 import fcntl
-import gc
 import hashlib
-import importlib
 import json
 import os
 import runpy
@@ -150,13 +148,9 @@ def _serve(descriptor: str, settings: dict[str, Any]) -> list[str]:
     """Fork for each request. Returns the arguments of Ray's worker, in the forks only."""
     listener = socket.socket(fileno=int(descriptor))
     sys.path[:] = settings["path"]
-    gc.disable()  # as in importing.import_ahead
-    for module in settings["modules"]:
-        with contextlib.suppress(Exception):  # a broken import fails again where it is needed
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # collections in the forks would copy the memory that they share
-    gc.enable()
+    from verlite.importing import import_ahead
+
+    import_ahead(*settings["modules"])
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         print(f"{__file__}: no forks, because the imports have started threads", file=sys.stderr)
