@@ -132,8 +132,8 @@ def variables_for_programs(allowed: Sequence[str]) -> dict[str, str]:
     return variables | {COUNT: "1", "PYTHONBREAKPOINT": REFUSE}
 
 
-def cause_of(code: int, errors: bytes) -> str:
-    """Return why a program failed, with the last line of its errors."""
+def cause_of(code: int, errors: bytes = b"") -> str:
+    """Return why a program ended, with the last line of its errors."""
     cause = f"ended with exit code {code}"
     if code < 0:
         cause = f"was killed by {signal.Signals(-code).name}"

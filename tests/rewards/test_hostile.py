@@ -125,9 +125,9 @@ def score(scorer: Scorer, *texts: str, limit_s: float = 60.0) -> list[RewardResu
     [
         ("kill the parent", "Died", "was killed by SIGKILL"),
         ("kill the group", "Died", "was killed by SIGKILL"),
-        ("exit", "Died", "ended itself with exit code 7"),
+        ("exit", "Died", "ended with exit code 7"),
         ("allocate", "MemoryError", "The limit was 0.2 GiB (reward.process_memory_gb)"),
-        ("close", "Died", "ended itself with exit code 1"),
+        ("close", "Died", "ended with exit code 1"),
         ("text", "Died", "it wrote b'text' to the pipe of its results"),
         ("another answer", "Died", "it answered call 999, which it was not given"),
         ("no score", "Died", "to the pipe of its results"),

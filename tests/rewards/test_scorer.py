@@ -122,7 +122,7 @@ def test_failed_calls_are_results_and_the_others_are_scored(
     }
     assert "lost" in tracebacks["raise"]
     assert "in compute_score" in tracebacks["raise"]
-    assert tracebacks["die"] == "the reward process ended itself with exit code 3"
+    assert tracebacks["die"] == "the reward process ended with exit code 3"
     assert tracebacks["segfault"] == "the reward process was killed by SIGSEGV"
     assert "returned '1.0'" in tracebacks["text"]
     assert "returned 'text'" not in tracebacks["text"]
@@ -397,7 +397,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         (
             "import os; os._exit(9)",
             "compute_score",
-            "ended itself with exit code 9 while loading it",
+            "ended with exit code 9 while loading it",
         ),
     ],
 )

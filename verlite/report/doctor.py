@@ -82,19 +82,17 @@ def healthy(findings: list[Check]) -> bool:
     return all(finding.level != "problem" for finding in findings)
 
 
+def _judge(name: str, text: str, good: bool, level: str, remedy: str) -> Check:
+    """Return a line with the level and the remedy, unless all is well."""
+    return Check(name, text) if good else Check(name, text, level, remedy)
+
+
 def _python() -> Iterator[Check]:
     yield Check("verlite", _version("verlite") or "not installed: run from a checkout")
     yield Check("python", f"{platform.python_version()} ({sys.executable})")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    if sys.platform.startswith("linux"):
-        yield Check("system", system)
-    else:
-        yield Check(
-            "system",
-            system,
-            "note",
-            "Only Linux is tested; elsewhere reward functions and cleaning up are less isolated.",
-        )
+    remedy = "Only Linux is tested; elsewhere reward functions and cleaning up are less isolated."
+    yield _judge("system", system, sys.platform.startswith("linux"), "note", remedy)
 
 
 def _packages() -> Iterator[Check]:
@@ -189,24 +187,14 @@ def _devices() -> Iterator[Check]:
 def _memory() -> Iterator[Check]:
     memory = psutil.virtual_memory()
     text = f"{size_text(memory.available)} free of {size_text(memory.total)}"
-    if memory.available < MEMORY:
-        remedy = "End other programs. The smallest runs need about 4 GB."
-        yield Check("memory", text, "note", remedy)
-    else:
-        yield Check("memory", text)
+    remedy = "End other programs. The smallest runs need about 4 GB."
+    yield _judge("memory", text, memory.available >= MEMORY, "note", remedy)
     shared = Path("/dev/shm")
     if shared.is_dir():
         usage = shutil.disk_usage(shared)
         text = f"{size_text(usage.free)} free of {size_text(usage.total)}"
-        if usage.free < SHARED_MEMORY:
-            yield Check(
-                "/dev/shm",
-                text,
-                "problem",
-                "Weights and samples pass through it. In Docker: docker run --shm-size=8g",
-            )
-        else:
-            yield Check("/dev/shm", text)
+        remedy = "Weights and samples pass through it. In Docker: docker run --shm-size=8g"
+        yield _judge("/dev/shm", text, usage.free >= SHARED_MEMORY, "problem", remedy)
 
 
 def _limits() -> Iterator[Check]:
@@ -232,10 +220,9 @@ def _disk(folder: Path) -> Iterator[Check]:
         if not os.access(path, os.W_OK):
             remedy = "Choose another trainer.default_local_dir, or change its owner."
             yield Check("disk", f"{path} is not writable", "problem", remedy)
-        elif free < DISK:
-            yield Check("disk", text, "note", "Free space: checkpoints of large models need more.")
         else:
-            yield Check("disk", text)
+            remedy = "Free space: checkpoints of large models need more."
+            yield _judge("disk", text, free >= DISK, "note", remedy)
 
 
 def _version(package: str) -> str | None:

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from verlite.breakpoints import REFUSE
 from verlite.keeper import descendants, kill_group, kill_kept
 from verlite.masking import without_secrets
+from verlite.own_process import absolute_path, cause_of
 from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import MAX_PARTS, RewardResult
 from verlite.threads import COUNT, cores
@@ -284,7 +284,7 @@ class Pool:
             str(self.call_limit_s),
             str(os.getpid()),
             str(self._memory_bytes),
-            json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]),
+            json.dumps(absolute_path()),
         ]
         return _Process(
             subprocess.Popen(
@@ -463,13 +463,7 @@ class _Process:
         self._output.close()
 
     def cause_of_death(self) -> str:
-        code = self._process.returncode
-        if code >= 0:
-            return f"ended itself with exit code {code}"
-        cause = f"was killed by {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            cause += ", perhaps for lack of memory"
-        return cause
+        return cause_of(self._process.returncode)
 
 
 def _wait(poll: "select.poll", deadline: float) -> None:
