@@ -52,7 +52,8 @@ def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -
 
 
 def engine(path: str, *, train: bool = False, head: str = "lm", **settings: object) -> TrainEngine:
-    """Return a CPU engine. Each setting goes to the config class or argument of that name."""
+    """Return an engine, on the CPU if `device` is not among the settings. Each setting goes to the
+    config class or argument of that name."""
     configs = []
     for kind in (ModelSpec, FSDPSpec, OptimSpec):
         mine = {
@@ -60,7 +61,8 @@ def engine(path: str, *, train: bool = False, head: str = "lm", **settings: obje
         }
         configs.append(kind(**({"path": path} if kind is ModelSpec else {}) | mine))
     model, fsdp, optim = configs
-    return TrainEngine(model, fsdp, optim if train else None, head=head, device="cpu", **settings)
+    settings = {"device": "cpu"} | settings
+    return TrainEngine(model, fsdp, optim if train else None, head=head, **settings)
 
 
 def naive_log_probs(

@@ -1,10 +1,11 @@
-"""Gloo ranks in child processes.
+"""Ranks in child processes.
 
 Starting them takes longer than most tests, so a module's tests share them. They do not outlive a
 module, because idle ranks keep polling.
 """
 
 import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -20,10 +21,10 @@ class Ranks:
     """A group of child processes.
 
     `call(function, *args)` runs a module-level function on each rank and returns their results,
-    rank 0's first.
+    rank 0's first. gpus: each rank has a GPU of its own, and NCCL beside gloo.
     """
 
-    def __init__(self, folder: Path, size: int = 2):
+    def __init__(self, folder: Path, size: int = 2, gpus: bool = False):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["tests.engine.programs"]
@@ -33,7 +34,9 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, str(folder / "rendezvous"), theirs), daemon=True
+                target=_serve,
+                args=(rank, size, str(folder / "rendezvous"), theirs, gpus),
+                daemon=True,
             )
             process.start()
             self.pipes.append(ours)
@@ -62,13 +65,15 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, rendezvous: str, pipe: Connection, gpus: bool) -> None:
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if gpus else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,

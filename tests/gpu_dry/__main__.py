@@ -39,7 +39,7 @@ def build() -> Path:
     return BUILD
 
 
-def environment(folder: Path, gpus: int = 2) -> dict[str, str]:
+def environment(folder: Path, gpus: int = 8) -> dict[str, str]:
     """Return the variables of a process that has these GPUs."""
     paths = (str(HERE / "site"), str(ROOT), os.environ.get("PYTHONPATH", ""))
     return os.environ | {

@@ -71,6 +71,10 @@ def install() -> None:
             run(self)
 
     threading.Thread.run = run_with_kernels  # type: ignore[method-assign]
+    from tests.gpu_dry.nccl import Nccl
+
+    torch.distributed.ProcessGroupNCCL = Nccl  # type: ignore[misc]
+    torch.distributed.distributed_c10d.ProcessGroupNCCL = Nccl  # type: ignore[misc]
     for kernel in ("flash", "mem_efficient", "cudnn"):  # not torch's own choice between them
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     CpuKernels().__enter__()
