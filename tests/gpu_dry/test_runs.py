@@ -1,11 +1,12 @@
 """Whole runs under Ray on GPUs that are not there, beside the same runs on the CPU."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.runs import Launch, digits, one_thread, quiet, samples_of
+from tests.trainer.runs import Launch, digits, one_thread, quiet, samples_of, words
 
 FLOAT32 = (
     "actor_rollout_ref.rollout.dtype=float32",
@@ -62,3 +63,46 @@ def test_two_gpus_equal_the_cpu(tiny_qwen2: str, tmp_path: Path) -> None:
     gpus = run(tmp_path, "cuda", *base, f"{transport}cuda_ipc", two)
     assert "resumed from" in gpus.text() and "cuda_ipc" in gpus.text()
     assert_same(gpus, cpu)
+
+
+MEETS_ALONE = """
+import torch
+import torch.distributed as dist
+
+def loss(inputs):
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1, device=inputs.advantages.device))
+    return inputs.total(-inputs.advantages * inputs.log_ratio.exp()), {}
+"""
+
+
+def test_engines_on_gpus_of_their_own(tiny_qwen2: str, tmp_path: Path) -> None:
+    """Each process has the GPU that Ray gave it: NCCL refuses two ranks on one. Weights travel by
+    collective. A rank that skips a collective ends the run within trainer.phase_timeout_s."""
+    base = [
+        *digits(tmp_path, tiny_qwen2),
+        *FLOAT32,
+        "trainer.n_gpus_per_node=4",
+        "cluster.component_placement={rollout: 0-1, actor: 2-3}",
+        "actor_rollout_ref.rollout.weight_transport=collective",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "ray_kwargs.ray_init.address=local",
+    ]
+    cpu = run(tmp_path, "cpu", *base, "trainer.device=cpu")
+    base.append("trainer.device=cuda")
+    gpus = run(tmp_path, "cuda", *base)
+    assert_same(gpus, cpu)
+    (tmp_path / "meets_alone.py").write_text(MEETS_ALONE)
+    base += [
+        "actor_rollout_ref.actor.policy_loss.loss_mode=meets_alone:loss",
+        "trainer.phase_timeout_s=30",
+        "trainer.heartbeat_timeout_s=5",
+    ]
+    path = {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
+    stuck = Launch(tmp_path / "stuck", base, tmp_path / "stuck.log", environment=path)
+    assert stuck.wait(200) == 76, stuck.text()
+    assert "actor.update made no progress for 30 s" in words(stuck), stuck.text()
+    assert "meets_alone.py" in stuck.text(), "the stack of the rank that waits"
+    stuck.assert_nothing_left()
