@@ -708,6 +708,9 @@ class TrainEngine:
         if self.fsdp_config.optimizer_offload and not self._host_optimizer.is_holding:
             self._replace_optimizer_state(self._host_optimizer.offload)
         if self.device.type == "cuda":
+            # Unmapping a segment waits for the stream that allocated it, and no other. FSDP's
+            # gradients are allocated by one stream and read by another.
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     def _replace_parameters(self, move: _Move) -> None:
