@@ -1,7 +1,9 @@
 """What is checked before main_sft and main_dpo start: everything at once, each file read once."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -86,19 +88,19 @@ def test_each_file_is_read_once_and_only_its_columns(
     if suffix == "jsonl":
         Path("train.jsonl").write_text((json.dumps(ROW) + "\n") * 16)
     read: list[str] = []
-    whole, lines = tables.read, tables._from_text
+    whole, lines = tables.read, tables.located_rows
 
     def counted(path: Path, columns: list[str], **more: object) -> pa.Table:
         assert set(columns) == {"prompt", *(("response",) if name == "main_sft" else PAIR)}
         read.append(path.name)
         return whole(path, columns, **more)
 
-    def counted_lines(path: Path) -> pa.Table:
+    def counted_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         read.append(path.name)
         return lines(path)
 
     monkeypatch.setattr(tables, "read", counted)
-    monkeypatch.setattr(tables, "_from_text", counted_lines)
+    monkeypatch.setattr(tables, "located_rows", counted_lines)
     arguments = options(tiny_qwen2, f"data.train_files=train.{suffix}")
     found = checked(name, arguments, None)
     found.lock.close()

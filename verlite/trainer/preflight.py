@@ -48,94 +48,77 @@ class Check:
     """Checks whose results it uses. `verlite check` leaves it out if one of them failed."""
 
 
-_RL = "verlite.trainer.checks:"
-_COMMON = "verlite.trainer.common_checks:"
-_TUNING = "verlite.sft.checks:"
+def _checks_of(module: str, commands: tuple[str, ...]) -> Callable[..., Check]:
+    """Return what makes checks of these commands, whose functions are in one module."""
+
+    def check(name: str, function: str, phase: str, **uses: tuple[str, ...]) -> Check:
+        return Check(name, f"{module}:{function}", phase, commands, **uses)
+
+    return check
+
+
+_rl = _checks_of("verlite.trainer.checks", (RL,))
+_common = _checks_of("verlite.trainer.common_checks", ALL)
+_tuning = _checks_of("verlite.sft.checks", TUNING)
 CHECKS = (
-    Check("run directory", _COMMON + "run_directory", DIRECTORY),
-    Check("checkpoint", _COMMON + "checkpoint", FILES, needs=(DATA, MODEL, CODE)),
-    Check("{split} rows", _RL + "rows", FILES, (RL,), needs=(DATA, CODE)),
-    Check("{split} rows", _TUNING + "rows", FILES, TUNING, needs=(DATA,)),
-    Check("order", _TUNING + "order", FILES, TUNING, uses=("train rows",)),
-    Check(
+    _common("run directory", "run_directory", DIRECTORY),
+    _common("checkpoint", "checkpoint", FILES, needs=(DATA, MODEL, CODE)),
+    _rl("{split} rows", "rows", FILES, needs=(DATA, CODE)),
+    _tuning("{split} rows", "rows", FILES, needs=(DATA,)),
+    _tuning("order", "order", FILES, uses=("train rows",)),
+    _rl(
         "reward function",
-        _RL + "reward_function",
+        "reward_function",
         FILES,
-        (RL,),
         needs=(CODE, SERVICES),
         uses=("train rows", "val rows"),
     ),
     Check("disk space", "verlite.trainer.disk:disk_space", FILES, (RL,), uses=("train rows",)),
-    Check("tools", _RL + "tools", FILES, (RL,), needs=(CODE, SERVICES)),
-    Check("verifiers", _RL + "verifiers_environment", FILES, (RL,), needs=(CODE,)),
-    Check("imports of agents", _RL + "agent_imports", FILES, (RL,), needs=(CODE,)),
-    Check("reference service", _RL + "reference_service", FILES, (RL,), needs=(SERVICES,)),
-    Check("teacher service", _RL + "teacher_service", FILES, (RL,), needs=(SERVICES,)),
-    Check("generation servers", _RL + "generation_servers", FILES, (RL,), needs=(SERVICES,)),
-    Check("Ray cluster", _RL + "ray_cluster", FILES, (RL,), needs=(CLUSTER,)),
-    Check("estimator", _RL + "estimator", LIBRARIES, (RL,), needs=(CODE,)),
-    Check("policy loss", _RL + "policy_loss", LIBRARIES, (RL,), needs=(CODE,)),
-    Check("model configuration", _COMMON + "model_configuration", LIBRARIES, needs=(MODEL,)),
-    Check("positions", _RL + "positions", LIBRARIES, (RL,), uses=("model configuration",)),
-    Check("tokenizer", _COMMON + "tokenizer", LIBRARIES, needs=(MODEL,)),
-    Check(
+    _rl("tools", "tools", FILES, needs=(CODE, SERVICES)),
+    _rl("verifiers", "verifiers_environment", FILES, needs=(CODE,)),
+    _rl("imports of agents", "agent_imports", FILES, needs=(CODE,)),
+    _rl("reference service", "reference_service", FILES, needs=(SERVICES,)),
+    _rl("teacher service", "teacher_service", FILES, needs=(SERVICES,)),
+    _rl("generation servers", "generation_servers", FILES, needs=(SERVICES,)),
+    _rl("Ray cluster", "ray_cluster", FILES, needs=(CLUSTER,)),
+    _rl("estimator", "estimator", LIBRARIES, needs=(CODE,)),
+    _rl("policy loss", "policy_loss", LIBRARIES, needs=(CODE,)),
+    _common("model configuration", "model_configuration", LIBRARIES, needs=(MODEL,)),
+    _rl("positions", "positions", LIBRARIES, uses=("model configuration",)),
+    _common("tokenizer", "tokenizer", LIBRARIES, needs=(MODEL,)),
+    _rl(
         "reference model",
-        _RL + "reference_model",
+        "reference_model",
         LIBRARIES,
-        (RL,),
         uses=("reference service", "model configuration"),
     ),
-    Check(
+    _rl(
         "teacher",
-        _RL + "teacher",
+        "teacher",
         LIBRARIES,
-        (RL,),
         needs=(MODEL,),
         uses=("teacher service", "model configuration", "tokenizer"),
     ),
-    Check("trainable model", _COMMON + "trainable_model", LIBRARIES, needs=(MODEL,)),
-    Check("adapters", _COMMON + "adapters", LIBRARIES, needs=(MODEL,), uses=("trainable model",)),
-    Check("trainable critic", _RL + "trainable_critic", LIBRARIES, (RL,), needs=(MODEL,)),
-    Check("environment", _RL + "environment", LIBRARIES, (RL,), needs=(CODE,), uses=("tokenizer",)),
-    Check(
-        "{split} prompts",
-        _RL + "prompts",
-        LIBRARIES,
-        (RL,),
-        uses=("{split} rows", "tokenizer", "environment"),
-    ),
-    Check(
-        "{split} examples",
-        _TUNING + "examples",
-        LIBRARIES,
-        TUNING,
-        uses=("{split} rows", "tokenizer"),
-    ),
-    Check("room for {split} rows", _TUNING + "room", LIBRARIES, TUNING, uses=("{split} examples",)),
-    Check(
+    _common("trainable model", "trainable_model", LIBRARIES, needs=(MODEL,)),
+    _common("adapters", "adapters", LIBRARIES, needs=(MODEL,), uses=("trainable model",)),
+    _rl("trainable critic", "trainable_critic", LIBRARIES, needs=(MODEL,)),
+    _rl("environment", "environment", LIBRARIES, needs=(CODE,), uses=("tokenizer",)),
+    _rl("{split} prompts", "prompts", LIBRARIES, uses=("{split} rows", "tokenizer", "environment")),
+    _tuning("{split} examples", "examples", LIBRARIES, uses=("{split} rows", "tokenizer")),
+    _tuning("room for {split} rows", "room", LIBRARIES, uses=("{split} examples",)),
+    _tuning(
         "positions of {split} tokens",
-        _TUNING + "positions",
+        "positions",
         LIBRARIES,
-        TUNING,
         uses=("{split} examples", "model configuration"),
     ),
-    Check(
-        "{split} tokens",
-        _RL + "tokens",
-        LIBRARIES,
-        (RL,),
-        uses=("{split} prompts", "model configuration"),
+    _rl("{split} tokens", "tokens", LIBRARIES, uses=("{split} prompts", "model configuration")),
+    _tuning(
+        "{split} tokens", "tokens", LIBRARIES, uses=("{split} examples", "model configuration")
     ),
-    Check(
-        "{split} tokens",
-        _TUNING + "tokens",
-        LIBRARIES,
-        TUNING,
-        uses=("{split} examples", "model configuration"),
-    ),
-    Check("order", _RL + "order", LIBRARIES, (RL,), needs=(CODE,), uses=("train prompts",)),
-    Check("position", _COMMON + "position", LIBRARIES, uses=("checkpoint", "order")),
-    Check("steps left", _COMMON + "steps_left", LIBRARIES, uses=("checkpoint", "order")),
+    _rl("order", "order", LIBRARIES, needs=(CODE,), uses=("train prompts",)),
+    _common("position", "position", LIBRARIES, uses=("checkpoint", "order")),
+    _common("steps left", "steps_left", LIBRARIES, uses=("checkpoint", "order")),
 )
 """In the order of the walk: cheap checks first, and each one after those that it uses."""
 
