@@ -120,9 +120,8 @@ def test_a_killed_gateway_costs_no_sample(built, tmp_path):
         "messages +=", "if task['extra_info']['index'] == 6:\n    kill_gateway()\nmessages +=", 1
     )
     (tmp_path / "agent.py").write_text(killing)
-    second = launch(
-        built, tmp_path / "killed", f"agent.command={sys.executable} {tmp_path}/agent.py"
-    )
+    started = [f"agent.command={sys.executable} {tmp_path}/agent.py", "agent.preload=[]"]
+    second = launch(built, tmp_path / "killed", *started)
     assert (tmp_path / "gone").exists()
     assert second.text().count("Started again in") == 1, second.text()
     assert [line["perf/engine_restarts"] for line in second.metrics()] == [1, 0]
