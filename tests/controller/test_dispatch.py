@@ -29,6 +29,8 @@ def test_rows_come_back_in_the_callers_order(assignment, k):
     parts = split_rows(data, len(assignment or [0, 0]))
     if assignment is not None:
         assert [part.batch["x"].tolist() for part in parts] == assignment
+        filled = [part.batch["x"] for part in parts if len(part)]
+        assert len({x.untyped_storage().data_ptr() for x in filled}) == 1, "views of one copy"
     assert all(part.meta_info == {"step": 7} for part in parts)
     joined = join_rows([part.repeat(k) for part in parts], data)
     assert joined.batch["x"].tolist() == [i for i in range(5) for _ in range(k)]
