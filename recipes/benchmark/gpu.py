@@ -209,7 +209,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     return {"device": name, "torch": torch.__version__, "peak_flops": PEAKS.get(name)}
 
 
-def engine_of(name: str, device: torch.device, **options: bool) -> TrainEngine:
+def engine_of(name: str, device: torch.device, **options: Any) -> TrainEngine:
     """Build a trainer. Options: enable_gradient_checkpointing, use_torch_compile, offload."""
     dtype = str(engine_dtype("auto", device)).removeprefix("torch.")
     folder = model_in(BUILD / f"qwen-{name}", str(device), dtype, **SHAPES[name])
@@ -274,6 +274,7 @@ def update(results: Results, device_name: str, name: str) -> None:
         row("offload and onload", 20, lambda: moved(engine_of(name, device, offload=True)))
         for what, needs, option in (
             ("update without recomputation", 20, {"enable_gradient_checkpointing": False}),
+            ("update, products kept", 20, {"enable_gradient_checkpointing": "products"}),
             ("update, compiled", 45, {"use_torch_compile": True}),
         ):
             if device.type == "cpu" and "compiled" in what:

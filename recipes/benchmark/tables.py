@@ -580,6 +580,18 @@ def _gpu(found: dict[str, Any]) -> str:
     return table(("part", "", "seconds", "tokens/s", "MFU", "peak GiB", "date"), lines)
 
 
+def _operators(found: dict[str, Any]) -> str:
+    """What an update needs on a GPU, predicted from its operators."""
+    rows = []
+    for name, row in found["rows"].items():
+        model, tokens, variant = name.split(", ")
+        shown = (f"{row['kernels']:,}", f"{row['tflop']:,.0f}", f"{row['gb']:,.0f}")
+        time = (f"{row['ms']:,.0f} ms", f"{row['mfu']:.1%}", f"{row['peak_gib']:.1f}")
+        rows.append((model, tokens, variant, *shown, *time))
+    head = ("", "tokens", f"predicted for an {found['card']}", "kernels", "TFLOP", "GB moved")
+    return table((*head, "an update", "MFU", "planned peak, GiB"), rows)
+
+
 def _library(found: dict[str, Any]) -> str:
     return table(
         ("functions in one process, and two workers", "milliseconds"),
@@ -630,4 +642,5 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "reference": _reference,
     "gateway_vllm": _gateway,
     "library": _library,
+    "operators": _operators,
 }

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.process
 
@@ -160,3 +162,28 @@ def test_sample_lengths(script):
     lengths = script("controller").lengths(8192, 8192)
     assert lengths.min() >= 1 and lengths.max() == 8192
     assert abs((lengths < 1024).mean() - 0.5) < 0.02
+
+
+def test_operators_take_the_time_of_their_work(script):
+    """A product of 4 x 8 and 8 x 16: 1,024 FLOP. A sum of two such results, 384 bytes in
+    bfloat16. A view takes nothing, as does a tensor of another mode."""
+    operators = script("operators")
+    mode, other = FakeTensorMode(), FakeTensorMode()
+    card = {"products": 512.0, "attention": 1.0, "bytes": 384.0}
+    recorder = operators.Recorder(mode, card, (), 0.0)
+    with other:
+        of_other = torch.empty(4)
+    with recorder, mode:
+        a, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4, 8), (8, 16)))
+        recorder.count = count = operators.Count()
+        product = a @ b
+        assert (count.kernels, count.flops, count.seconds) == (1, 1024, 2)
+        product + product.view(4, 16)
+        assert (count.kernels, count.moved, count.seconds) == (2, 384, 3)
+    with recorder, other:
+        of_other + of_other
+    assert count.kernels == 2 and count.host == 2 * operators.HOST
+    more = operators.Count(3, 0, 1024, 400, 3.5)
+    of_five = count.line(more, 5)  # two more than SHORT
+    assert (of_five.kernels, of_five.flops, of_five.moved) == (4, 1024, 416)
+    assert of_five.seconds == 4

@@ -87,6 +87,7 @@ def test_gpu_script_runs_on_a_bare_machine(script, tmp_path):
         "log-probs",
         "offload and onload",
         "update without recomputation",
+        "update, products kept",
         "update, compiled",
         "process",
     ]
