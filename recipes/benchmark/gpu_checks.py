@@ -949,7 +949,8 @@ def ipc(check: Checks) -> None:
     context = multiprocessing.get_context("spawn")
     import torch.multiprocessing  # noqa: F401  registers how tensors are sent
 
-    sent, answers = context.Queue(), context.Queue()
+    # put of a SimpleQueue raises what sharing a tensor raises; a Queue's thread would print it.
+    sent, answers = context.SimpleQueue(), context.Queue()
     process = context.Process(target=serve_ipc, args=(sent, answers), daemon=True)
     process.start()
     generator = torch.Generator().manual_seed(5)
