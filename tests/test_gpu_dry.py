@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_dry.branches import places, read_page
+
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("GPU_DRY", ROOT / "build/gpu-dry"), "bin/python")
 FILES = sorted(path.stem.removeprefix("test_") for path in ROOT.glob("tests/gpu_dry/test_*.py"))
@@ -28,3 +30,9 @@ def test_gpu_dry(file: str) -> None:
     command = [PYTHON, "-m", "tests.gpu_dry", f"tests/gpu_dry/test_{file}.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_the_page_lists_each_place_that_depends_on_a_gpu() -> None:
+    rows = read_page()
+    assert list(rows) == list(places()), "run python -m tests.gpu_dry.branches"
+    assert "never" not in rows.values()

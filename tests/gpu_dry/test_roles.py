@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import pytest
 import torch
 
 from tests.rollout.oracle import ask, float64_model, load, moved
-from verlite.engine.scoring import ScoringSettings, TokenScorer
-from verlite.rollout.batched import build_engine
+from verlite.engine.scoring import ScoringSettings, TokenScorer, default_device
+from verlite.engine.sharding import compute_dtype
+from verlite.rollout.batched import build_engine, engine_dtype
 from verlite.rollout.engines import hf
 from verlite.rollout.types import Sampling
-from verlite.spec.roles import GenerationSpec, ModelSpec
-from verlite.weights.fingerprint import fingerprint
+from verlite.sizing.devices import Devices, choose_devices
+from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec
+from verlite.weights import cuda_ipc
+from verlite.weights.fingerprint import fingerprint, settle, sum_of_hashes
 
 GPU = torch.device("cuda", 0)
 LONG = Sampling(max_tokens=12, ignore_eos=True, seed=1)
@@ -51,11 +55,28 @@ def test_the_cache_may_take_a_share_of_what_is_free() -> None:
     assert hf._cache_limit(GPU, 0.5) >= (free + (1 << 30)) // 2
 
 
+def test_what_is_automatic_is_a_gpus(tiny_qwen2: str) -> None:
+    assert default_device() == "cuda"
+    assert compute_dtype(FSDPSpec(), GPU, True) == torch.bfloat16
+    assert engine_dtype("auto", GPU) == torch.bfloat16
+    assert ScoringSettings(tiny_qwen2, device="cuda").resolved().dtype == "bfloat16"
+    plan: Any = SimpleNamespace(devices_per_node=2, device="cuda")
+    assert choose_devices(None, plan) == Devices("NVIDIA H100 80GB HBM3", 2, 80 << 30, "cuda")
+
+
+def test_settings_of_the_allocator_are_read_in_older_versions_of_torch(monkeypatch: Any) -> None:
+    newer = cuda_ipc._allocator_settings()
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    assert cuda_ipc._allocator_settings() == newer
+
+
 def test_fingerprints_equal_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         named = [("a", torch.randn(1000, 7, generator=generator).to(dtype))]
         assert fingerprint([(n, t.to(GPU)) for n, t in named]) == fingerprint(named)
+        found = [settle({n: sum_of_hashes(t.to(d)) for n, t in named}) for d in ("cpu", GPU)]
+        assert found[0] == found[1]
 
 
 def test_ranks_of_a_scorer_have_a_gpu_each(tiny_qwen2: str, monkeypatch: Any) -> None:

@@ -76,6 +76,7 @@ def open_buffer(handle: Any) -> Tensor:
 def _without_expandable_segments() -> Iterator[None]:
     """Allocate plain segments within the context: handles of expandable ones need more rights."""
     before = _allocator_settings()
+    torch.cuda.synchronize()  # other streams may still use what is unmapped
     torch.cuda.empty_cache()  # so that no cached expandable segment is reused
     torch._C._accelerator_setAllocatorSettings(without_expandable(before))
     try:

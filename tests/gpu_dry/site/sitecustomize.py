@@ -39,3 +39,5 @@ if os.environ.get("DRY_GPUS"):
     sys.meta_path.insert(0, Hook())  # type: ignore[arg-type]
 if "VERLITE_MUTANT" in os.environ:
     importlib.import_module("tests.mutants.plant").install()
+if "DRY_BRANCHES" in os.environ:
+    importlib.import_module("tests.gpu_dry.branches").install()
