@@ -162,3 +162,8 @@ ON_CPUS = ["trainer.device=cpu"]
 )
 def test_settings_with_an_effect_in_asynchronous_training_have_no_note(material, overrides):
     assert not material.notes("trainer.mode=async", BYPASS, *overrides)
+
+
+def test_weights_on_gpus_stay_while_training_and_rollout_overlap(material):
+    notes = material.notes("trainer.mode=async", BYPASS, f"{FREES}=true", *ON_GPUS)
+    assert FREES in "".join(notes)

@@ -24,11 +24,11 @@ CPU_TESTS = [
     for name in (
         "spec/test_weight_routes config/test_machine config/test_plan config/test_notes"
         " config/test_rules sizing/test_memory sizing/test_tables sizing/test_measure"
-        " launch/test_slurm launch/test_hostfile controller/test_gpus report/test_bugreport"
+        " config/test_sft launch/test_slurm launch/test_hostfile launch/test_cluster"
+        " controller/test_gpus report/test_bugreport services/test_serve_on_gpus"
     ).split()
 ]
 WHY = {
-    "weights/collective.py": "never: it needs NCCL",
     "rollout/engines/vllm.py": "never: vLLM's kernels are not computed there",
 }
 """What the table says of places that no test reaches, by file."""
@@ -55,6 +55,8 @@ def gpu_side(test: ast.expr) -> bool:
             return not gpu_side(operand)
         case ast.BoolOp(_, values):
             return gpu_side(next(x for x in values if WORDS.search(ast.unparse(x))))
+        case ast.Compare(_, [ast.NotIn()], _):
+            return False
         case ast.Compare(_, [ast.Eq() | ast.NotEq() as op], [ast.Constant(name)]):
             return isinstance(op, ast.Eq) != (name in ("cpu", "meta"))
     return True
@@ -189,7 +191,7 @@ def executed(log: Path) -> dict[Place, str]:
 
 
 def main(tests: list[str]) -> None:
-    from tests.test_gpu_dry import PYTHON
+    from tests.test_gpu_dry import PYTHON, missing
 
     tests = tests or ["tests/gpu_dry", *CPU_TESTS]
     dry = [test for test in tests if test.startswith("tests/gpu_dry")]
@@ -197,7 +199,9 @@ def main(tests: list[str]) -> None:
         log = Path(folder, "log")
         log.touch()
         env = os.environ | {LOG: str(log)}
-        if dry:
+        if dry and (reason := missing()):
+            print(f"not run: {dry}: {reason}")
+        elif dry:
             subprocess.run([PYTHON, "-m", "tests.gpu_dry", *dry], cwd=ROOT, env=env, check=True)
         if cpu := [test for test in tests if test not in dry]:
             env["PYTHONPATH"] = f"{ROOT / 'tests/gpu_dry/site'}:{ROOT}"

@@ -18,7 +18,7 @@ LOSS = weighted_loss("token-mean")
 SAVED = {"enable_gradient_checkpointing": True, "enable_activation_offload": True}
 
 
-def engine(path: str, device: str, dtype: str = "float32", **model: Any) -> TrainEngine:
+def engine(path: str, device: str | None, dtype: str = "float32", **model: Any) -> TrainEngine:
     optim = OptimSpec(lr=1e-2)
     fsdp = FSDPSpec(dtype=dtype, param_offload=True, optimizer_offload=True)
     return TrainEngine(ModelSpec(path, **model), fsdp, optim, device=device)
@@ -59,7 +59,7 @@ def test_saved_activations_leave_through_pinned_memory(tiny_qwen2: str) -> None:
 
 def test_each_micro_batch_is_sent_in_one_copy_without_waiting(tiny_qwen2: str) -> None:
     """What remains is one wait of transformers' own, which looks for packed sequences."""
-    trained = engine(tiny_qwen2, "cuda")
+    trained = engine(tiny_qwen2, None)
     trained.onload(optimizer=True)
     waits, pinned, pageable = [], [], []
     for size in (3, 1):

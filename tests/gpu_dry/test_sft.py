@@ -20,10 +20,11 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_and_its_resumed_twin_equal_the_cpu(tiny_qwen2: str, tmp_path: Path) -> None:
-    """Losses, gradient norms and learning rates; the second half continues from a checkpoint."""
+    """Losses, gradient norms and learning rates; the second half continues from a checkpoint, as
+    torchrun starts it, on another GPU."""
     pq.write_table(pa.Table.from_pylist(SUMS), tmp_path / "sums.parquet")
 
-    def train(device: str, name: str, steps: int) -> list[dict[str, Any]]:
+    def train(device: str, name: str, steps: int, **variables: str) -> list[dict[str, Any]]:
         command = [
             sys.executable, "-m", "verlite.main_sft", f"data.train_files={tmp_path}/sums.parquet",
             f"model.path={tiny_qwen2}", "data.train_batch_size=8", "data.max_length=32",
@@ -34,7 +35,7 @@ def test_a_run_and_its_resumed_twin_equal_the_cpu(tiny_qwen2: str, tmp_path: Pat
         ]  # fmt: skip
         done = subprocess.run(
             command,
-            env=os.environ | {"DRY_STRICT": "1"},
+            env=os.environ | {"DRY_STRICT": "1"} | variables,
             capture_output=True,
             text=True,
             timeout=120,
@@ -45,4 +46,6 @@ def test_a_run_and_its_resumed_twin_equal_the_cpu(tiny_qwen2: str, tmp_path: Pat
     expected = train("cpu", "cpu", 4)
     assert len(expected) == 4 and expected[0] != expected[3]
     train("cuda", "gpu", 2)
-    assert train("auto", "gpu", 4) == expected
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    assert train("auto", "gpu", 4, **ranks, **rendezvous) == expected

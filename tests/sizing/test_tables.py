@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from verlite.config.compile import model_spec
-from verlite.sizing.devices import DevicesError, choose_devices, parse_devices
+from verlite.sizing.devices import Devices, DevicesError, choose_devices, parse_devices
 from verlite.sizing.facts import model_facts
-from verlite.sizing.memory import sync_bytes
-from verlite.sizing.tables import node_roles, placement_table
+from verlite.sizing.memory import DeviceGroup, Phase, sync_bytes
+from verlite.sizing.tables import group_table, node_roles, placement_table
 
 
 def text_of(table, width: int = 160) -> str:
@@ -135,3 +135,11 @@ def test_gpus_are_refused_for_a_run_on_cpus(planned):
     _, plan = planned("tiny")
     with pytest.raises(DevicesError, match="are GPUs, but trainer.device=cpu"):
         choose_devices("8xH100-80GB", replace(plan, device="cpu"))
+
+
+def test_phases_on_gpus_show_what_is_free():
+    phases = [Phase("update", {"actor": 60 << 30}, 10 << 30), Phase("load", {"actor": 81 << 30}, 0)]
+    group = DeviceGroup([0], ["actor"], phases)
+    shown = text_of(group_table(group, Devices("GPU", 1, 80 << 30, "cuda")))
+    assert "of 80.0" in shown and "10.0 free" in shown and "1.0 OVER" in shown
+    assert "free" not in text_of(group_table(group, Devices("CPU slots", 1, 80 << 30, "cpu")))
