@@ -224,6 +224,20 @@ def test_what_fits_is_told_with_the_largest_micro_batch(run):
     assert "enable_gradient_checkpointing=true is needed" not in text  # 52 GiB fit too
 
 
+@pytest.mark.parametrize(("gib", "kept"), [(60, "products"), (51, "attention"), (44, None)])
+def test_the_least_recomputation_that_fits_is_advised(run, gib, kept):
+    """An update of 4 samples: (12 + 2 * 4 * n) * 1.05 + 12.6 of the critic + 3.3, where n is 1 with
+    all recomputed, 2 with attention kept, 3 with products, 5 with everything."""
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"
+    text = "\n".join(advise(run(gib, share, "critic.ppo_micro_batch_size_per_gpu=1")))
+    over = round((12 + 40) * 1.05 + 12.6 + 3.3 - gib, 1)
+    key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    if kept:
+        assert f"{key}={kept} would fit too, and recomputes less; false is over by {over}" in text
+    else:
+        assert f"{key}=true is needed: without it over by {over}" in text
+
+
 def test_a_token_budget_is_advised_where_the_run_has_one(run):
     one = run(
         80,

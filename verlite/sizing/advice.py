@@ -210,13 +210,13 @@ def _unneeded(run: SizedRun) -> Iterator[str]:
         if not excess:
             yield f"{key}=false would fit too, and saves about a quarter of the update's FLOPs."
             continue
-        without = f"without it over by {size(max(found[2] for found in excess))}"
+        most = size(max(found[2] for found in excess))
         for kept in KEPT if now is True else KEPT[: KEPT.index(now)]:
             if not run.changed(key, kept).over():
-                yield f"{key}={kept} would fit too, and recomputes less; {without}."
+                yield f"{key}={kept} would fit too, and recomputes less; false is over by {most}."
                 break
         else:
-            yield f"{key}={_typed(now)} is needed: {without}."
+            yield f"{key}={_typed(now)} is needed: without it over by {most}."
 
 
 def largest_micro_batch(run: SizedRun, role: str) -> tuple[str, int, int | None, str, int]:
