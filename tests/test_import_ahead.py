@@ -26,6 +26,17 @@ def test_import_ahead_ignores_errors_and_leaves_later_collections_little(was_ena
         gc.enable()
 
 
+def test_nothing_is_left_frozen_when_a_program_ends():
+    """nanobind's libraries, such as triton, print 30 lines about objects that are left then."""
+    code = (
+        "import atexit, gc\nfrom verlite.importing import import_ahead\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "import_ahead('json')\nprint(gc.get_freeze_count() > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["True", "0"], done.stderr
+
+
 @pytest.mark.slow
 def test_workers_import_no_engine_tracker_or_web_server_ahead():
     """vLLM belongs to the rollout workers that use it."""

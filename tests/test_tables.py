@@ -48,7 +48,7 @@ def test_csv_is_text(tmp_path: Path) -> None:
         ("a.csv", b"q,\n1,2\n", "each once"),
         ("a.csv", b"q,a\n1,2\n3\n", "line 3 has 1 fields, the header 2"),
         ("a.csv", b'q,a\n"1,2\n', "cannot be read as csv"),
-        ("a.csv", b"q\n\xff\n", "cannot be read as csv"),
+        ("a.csv", b"q\n\xff\n", "Save it as CSV UTF-8"),
         ("a.jsonl", b'{"q": 1}\n{"q": \n', "line 2"),
         ("a.jsonl", b"[1]\n", "line 1 is a list, not an object"),
         ("a.jsonl", b'{"q": 1}\n{"q": "x"}\n', "column 'q' has values of different types"),

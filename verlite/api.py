@@ -10,6 +10,7 @@ everywhere, and cannot use open files, connections or locks.
 """
 
 import base64
+import gc
 import importlib.util
 import inspect
 import os
@@ -219,7 +220,7 @@ def check(
     from verlite.trainer.opening import try_rl
 
     _refuse_other_types(config)
-    with tempfile.TemporaryDirectory() as folder, _no_event_loop():
+    with tempfile.TemporaryDirectory() as folder, _as_a_guest():
         with with_own_code(config, reward, env, Path(folder)) as whole:
             loaded = whole.loaded()
             plan = make_plan(loaded.config)
@@ -269,7 +270,7 @@ def train(
     run_dir = Path(absolute(config["trainer.default_local_dir"]))
     if reward is not None or env is not None:
         lock_run_dir(run_dir).close()  # the files of a running run must not change
-    with _no_event_loop(), with_own_code(config, reward, env, run_dir / CODE) as whole:
+    with _as_a_guest(), with_own_code(config, reward, env, run_dir / CODE) as whole:
         loaded = whole.loaded()
         stop = Stop(embedded=True)
         try:
@@ -356,14 +357,16 @@ def _refuse_other_types(config: RunConfig) -> None:
 
 
 @contextmanager
-def _no_event_loop() -> Iterator[None]:
-    """Hide the event loop that a notebook runs its cells in: the driver runs loops of its own."""
+def _as_a_guest() -> Iterator[None]:
+    """Hide the event loop that a notebook runs its cells in: the driver runs loops of its own. At
+    the end let the caller's objects be collected again, which `import_ahead` leaves out."""
     loop = events._get_running_loop()
     events._set_running_loop(None)
     try:
         yield
     finally:
         events._set_running_loop(loop)
+        gc.unfreeze()
 
 
 @contextmanager

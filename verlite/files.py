@@ -106,8 +106,8 @@ def append(path: Path, content: bytes) -> None:
             raise
 
 
-def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """Read a regular file.
+def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
+    """Read a regular file; a limit of None is none.
 
     Raises:
         OSError: it cannot be read, or is a folder, a pipe or a device.
@@ -117,7 +117,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is not a regular file")
-        if status.st_size > limit:
+        if limit is not None and status.st_size > limit:
             raise ValueError(f"{path} has {size_text(status.st_size)}, more than is read")
         return file.read(limit)
 

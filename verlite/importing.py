@@ -3,6 +3,7 @@
 Only the standard library is imported, because reward processes start with this file.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -51,6 +52,7 @@ def import_ahead(*modules: str) -> None:
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
         gc.freeze()
+        atexit.register(gc.unfreeze)  # some libraries report what is left at the end as leaks
     finally:
         if was_enabled:
             gc.enable()

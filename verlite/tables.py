@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verlite.files import LINES_MAX_BYTES, one_line, parse_json, read_bytes
+from verlite.files import one_line, parse_json, read_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -158,7 +158,7 @@ def located_rows(path: Path, single: bool = False) -> Iterator[tuple[str, dict[s
         return
     kind = path.suffix.removeprefix(".")
     try:
-        content = read_bytes(path, LINES_MAX_BYTES).removeprefix(b"\xef\xbb\xbf")
+        content = read_bytes(path, None).removeprefix(b"\xef\xbb\xbf")
         if content.startswith(PARQUET):
             raise TableError(f"is a parquet file: name it {path.stem}.parquet")
         for place, value in _values(kind, content, single):
@@ -243,4 +243,6 @@ def from_rows(rows: list[Any]) -> "pa.Table":
 
 
 def _reason(kind: str, error: Exception) -> str:
-    return f"cannot be read as {kind} ({type(error).__name__}: {one_line(error).rstrip('.')})"
+    remedy = ". Save it as CSV UTF-8" if kind == "csv" and isinstance(error, UnicodeError) else ""
+    reason = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
+    return f"cannot be read as {kind} ({reason}){remedy}"

@@ -1,5 +1,6 @@
 """verlite as a library: configurations, checks, results, and the user's own functions in files."""
 
+import gc
 import json
 import os
 import signal
@@ -118,6 +119,7 @@ def test_check_reports_the_plan_and_every_problem(config):
         verlite.check(config.override({f"{ROLLOUT}top_p": 2.0, "trainer.nnodes": 0}))
     keys = {problem.key for problem in caught.value.problems}
     assert keys == {f"{ROLLOUT}top_p", "trainer.nnodes"}
+    assert not gc.get_freeze_count(), "the caller's own objects are collected as before"
 
 
 def test_check_with_functions_leaves_nothing_behind(config, tmp_path):

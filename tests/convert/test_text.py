@@ -14,17 +14,21 @@ from verlite.convert.engine import broken_rules
 MODEL = "actor_rollout_ref.model.path"
 STRINGS = [
     "/plain/path.json", "a b", "it's", 'say "hi"', "both ' and \"", "back\\slash", "ends\\", "true",
-    "null", "12", "1e-3", "[x]", "{a}", "$HOME", "a=b", "a,b", "ü", "#x", "{{ m.content }}", "",
+    "null", "12", "1e-3", "[x]", "{a}", "$HOME", "a=b", "a,b", "ü", "/mü", "~/x", "#x",
+    "{{ m.content }}", "",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", STRINGS)
 @pytest.mark.parametrize("key", ["trainer.experiment_name", "data.prompt_key"])
 def test_text_survives_shell_and_hydra(key, value):
+    """Alone and in a list, where Hydra's grammar allows less."""
     typed = shlex.split(f"main {shlex.quote(override(key, value))}")[1:]
     section, name = key.split(".")
-    config = compose(None, [*typed, "data.train_files=x", f"{MODEL}=x"], check=False).config
+    words = override("trainer.logger", [value, value])
+    config = compose(None, [*typed, words, "data.train_files=x", f"{MODEL}=x"], check=False).config
     assert getattr(getattr(config, section), name) == value
+    assert config.trainer.logger == [value, value]
 
 
 @pytest.mark.parametrize(

@@ -513,6 +513,14 @@ def test_what_would_change_training_is_refused(grpo, settings, words):
     assert words in problems(grpo, **settings)
 
 
+@pytest.mark.parametrize("empty", [None, ""])
+def test_settings_without_a_value_are_not_copied(grpo, empty):
+    names = ("output_dir", "run_name", "project")
+    settings = dict.fromkeys(names, empty) | {"seed": 7, "data_seed": None}
+    assert grpo(**settings).values == grpo(seed=7).values
+    assert grpo(seed=7).values["data.seed"] == 7
+
+
 # SFT and DPO
 
 SFT_LINE = (

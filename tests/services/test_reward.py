@@ -278,7 +278,7 @@ def test_answers_of_a_client_that_left_are_not_scored() -> None:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{base}/get_reward",
-                json={"query": ["\\boxed{1}"] * 8 + [NEVER] * 16, "labels": ["1"] * 24},
+                json={"query": ["\\boxed{1}"] * 8 + [NEVER] * 128, "labels": ["1"] * 136},
                 timeout=1.0,
             )
         end = time.monotonic() + 25

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-PLAIN = re.compile(r"[A-Za-z_./~][\w./~@%+:*-]*")
+PLAIN = re.compile(r"[A-Za-z_./][\w./@%+:*-]*", re.ASCII)
 """Text that Hydra's grammar, YAML and a shell take as it is."""
 WORDS = frozenset("true false null yes no on off none nan inf ~ y n".split())
 """Text that YAML or Hydra reads as something else."""

@@ -150,7 +150,8 @@ def apply(draft: Draft, formulas: Sequence[Callable[[Draft], None]]) -> Conversi
         raise ConfigError(wrong)
     for row in draft.table:
         value = given.get(row.name, row.default)
-        if row.act == "same" and value is not NOT_SET:
+        is_empty = value is NOT_SET or (row.default is NOT_SET and value in (None, ""))
+        if row.act == "same" and not is_empty:
             _copy(draft, row, value)
         elif row.name in given and value != row.default:
             if row.act == "needless":
