@@ -7,6 +7,7 @@ pytest's.
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,7 @@ BUILD = ROOT / "build/dry-cuda"
 
 
 def build() -> Path:
-    """Compile cuda.c. Return the folder of the libraries.
+    """Compile cuda.c. Return the folder of the libraries, which other processes may be using.
 
     Raises:
         SystemExit: without torch for CUDA, or a compiler.
@@ -28,14 +29,14 @@ def build() -> Path:
         )
     headers = Path(triton.origin).parent / "backends/nvidia/include"
     BUILD.mkdir(parents=True, exist_ok=True)
-    library = BUILD / "libcuda.so.1"
-    options = "-O1 -shared -fPIC -w -Wl,-soname,libcuda.so.1 -pthread".split()
-    subprocess.run(
-        ["cc", *options, f"-I{headers}", HERE / "cuda.c", "-o", library, "-ldl"], check=True
-    )
-    nvml = BUILD / "libnvidia-ml.so.1"
-    nvml.unlink(missing_ok=True)
-    nvml.symlink_to(library.name)
+    names = ("libcuda.so.1", "libnvidia-ml.so.1")
+    options = f"-O1 -shared -fPIC -w -Wl,-soname,{names[0]} -pthread -I{headers}".split()
+    with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+        library, nvml = (Path(folder, name) for name in names)
+        subprocess.run(["cc", *options, HERE / "cuda.c", "-o", library, "-ldl"], check=True)
+        nvml.symlink_to(names[0])
+        for made in (library, nvml):
+            made.replace(BUILD / made.name)
     return BUILD
 
 
