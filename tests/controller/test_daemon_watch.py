@@ -55,29 +55,6 @@ def test_the_end_of_a_daemon_is_named_with_the_end_of_its_log(watch, sleeper):
     assert not ignored, "the main thread has raised it"
 
 
-def test_a_worker_that_ended_before_it_answered_ends_the_run(watch, sleeper, tmp_path, monkeypatch):
-    """Not one that has a log of its own, also an old one, and not one that still starts."""
-    monkeypatch.setattr(limits, "FIND_LOOKS", 1)
-    with subprocess.Popen(["true"]) as ended:
-        pass
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / f"python-core-worker-a1_{ended.pid}.log").touch()
-    started = [(ended.pid, "a1"), (sleeper.pid, "b2"), (ended.pid, "c3")]
-    lines = [
-        f"(raylet) worker_pool.cc:564: Started worker process with pid {pid} worker_id={worker}\n"
-        for pid, worker in started
-    ]
-    (tmp_path / "none").write_text("no module named verlite\n")
-    (tmp_path / "raylet.out").write_text("".join(lines))
-    watched, _ = watch
-    assert within(60, watched.check)
-    text = str(watched.check())
-    assert f"has started worker process {ended.pid}, which ended before it answered" in text
-    assert "no module named verlite" in text
-    counts = watched._failed_starts._counts
-    assert counts == {"a1": 0, "b2": 0, "c3": limits.FAILED_START_LOOKS}
-
-
 @pytest.mark.slow
 def test_a_stopped_daemon_is_lost_and_one_that_goes_on_is_not(watch, sleeper):
     watched, _ = watch

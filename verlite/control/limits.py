@@ -74,8 +74,8 @@ FROZEN_END_S = 60.0
 POLL_S = 0.2
 """Longest single wait inside Ray. Python handles signals between waits."""
 GATHER_S = 1e-4
-"""How long the driver waits, for each rank that has not answered, before it takes the answers that
-have arrived: a look at all ranks costs 5 µs for each."""
+"""How long the driver waits, for each rank that has not answered the same call, before it takes the
+answers that have arrived: a look at all ranks costs 5 µs for each."""
 GRACE_S = 3.0
 """How long to wait for the first cause after a failure that may be a consequence of another."""
 BEAT_S = 2.0
@@ -130,9 +130,6 @@ FROZEN_LOOKS = 8
 FIND_LOOKS = 10
 FIND_UNTIL = 60
 """Daemons are looked for every FIND_LOOKS looks, FIND_UNTIL looks long: one may start others."""
-FAILED_START_LOOKS = 6
-"""A worker without process and log in so many looks in a row has ended before it reached Ray. There
-is a look every FIND_LOOKS looks at daemons: a fork in place of the process may import for long."""
 REACT_S = 3.0
 """How long the main thread has to raise the error of a lost daemon. It may hang in a call into
 Ray."""

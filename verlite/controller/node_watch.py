@@ -9,19 +9,17 @@ that is stopped (SIGSTOP) not at all: calls into Ray then hang. Another thread l
 processes in /proc once a second (`DaemonWatch`), and at the run's guardian.
 """
 
-import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from verlite.control import limits
 from verlite.control.watch import InARow
 from verlite.controller.failures import RayLost, indent
-from verlite.controller.node import Process, full_disks, process, process_state, tail
+from verlite.controller.node import Process, full_disks, process_state, tail
 
 MAX_THREADS = 32
 
@@ -79,8 +77,6 @@ def probe(watched: Watched) -> str:
         return str(error)
 
 
-STARTED = re.compile(r"Started worker process with pid (\d+) worker_id=(\w+)")
-"""Line of the raylet's log."""
 LOG_LINES = 5
 READ_LINES = 400
 
@@ -125,7 +121,6 @@ class DaemonWatch:
         self._others = others
         self._known: dict[Process, Daemon] = {}
         self._stopped = InARow()
-        self._failed_starts = InARow()
         self._ended = threading.Event()
         self._looking = threading.Lock()
         self._add(find())
@@ -147,10 +142,8 @@ class DaemonWatch:
         while not self._ended.wait(limits.DAEMONS_EVERY_S):
             # Without free file descriptors or memory a poll fails. A later one may not.
             with suppress(OSError, MemoryError):
-                if polls % limits.FIND_LOOKS == 0:
-                    if polls < limits.FIND_UNTIL:
-                        self._add(self._find())
-                    self._look_for_failed_starts()
+                if polls % limits.FIND_LOOKS == 0 and polls < limits.FIND_UNTIL:
+                    self._add(self._find())
             polls += 1
             with suppress(OSError, MemoryError):
                 self._others()
@@ -179,19 +172,6 @@ class DaemonWatch:
                 if counts and self._stopped.look(daemon.process, is_stopped) >= limits.FROZEN_LOOKS:
                     self.lost = lost(daemon, "is stopped by a signal (SIGSTOP)")
                     return
-
-    def _look_for_failed_starts(self) -> None:
-        """A worker that has reached Ray has a log with its id. Ray itself waits 300 s for one that
-        has ended before, and starts it five times more."""
-        for daemon in list(self._known.values()):
-            for log in daemon.logs:
-                for pid, worker in STARTED.findall(tail(log, READ_LINES)):
-                    has_ended = process_state(process(int(pid))) in ("gone", "dead")
-                    has_log = any(Path(log).parent.rglob(f"*{worker}*"))
-                    looks = self._failed_starts.look(worker, has_ended and not has_log)
-                    if looks >= limits.FAILED_START_LOOKS:
-                        what = f"has started worker process {pid}, which ended before it answered"
-                        self.lost = lost(daemon, what)
 
 
 def lost(daemon: Daemon, what: str) -> RayLost:
