@@ -293,9 +293,12 @@ class Supervisor:
         if not owners:
             return []
         ready, rest = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
-        if ready and rest:
-            gather_s = min(timeout_s, limits.GATHER_S * len(rest))
-            ready += ray.wait(rest, num_returns=len(rest), timeout=gather_s)[0]
+        answering = {owners[ref] for ref in ready}
+        same = [ref for ref in rest if owners[ref] in answering]
+        others = [ref for ref in rest if owners[ref] not in answering]
+        for refs, wait_s in ((same, min(timeout_s, limits.GATHER_S * len(same))), (others, 0.0)):
+            if ready and refs:
+                ready += ray.wait(refs, num_returns=len(refs), timeout=wait_s)[0]
         causes = []
         for ref in ready:
             future = owners[ref]
