@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
 
     # The head's kernels where it is compiled
 
-    def fused(self, function: Any, logits: Tensor, *arguments: Any) -> Any:
+    def fused(self, function: Any, chunk: int, logits: Tensor, *arguments: Any) -> Any:
         with self.paused():
             out = function(logits, *arguments)
         self.add(logits.nbytes + sum(t.nbytes for t in tree_leaves(out)))

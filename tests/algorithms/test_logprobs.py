@@ -1,5 +1,6 @@
 """Chunked log-probs against a per-token oracle, gradcheck, and a memory limit."""
 
+import functools
 import logging
 import math
 from types import SimpleNamespace
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
 
 from verlite.algorithms import logprobs
 from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
@@ -199,46 +201,80 @@ def test_entropy_gradient_equals_autograd() -> None:
 # On a GPU the work on logits is compiled
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_work_on_logits_compiles_whole_and_equals_eager(dtype: torch.dtype) -> None:
-    """As one graph each, for chunks of two sizes, without a graph of its own for each size."""
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = [
-        torch.compile(function, backend="aot_eager", fullgraph=True)
-        for function in (logprobs._outputs, logprobs._gradient)
-    ]
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_all_chunks_are_computed_by_one_graph(
+    monkeypatch: pytest.MonkeyPatch, with_entropy: bool
+) -> None:
+    """Else a row's bits would depend on what the process computed before it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_function: Any = torch.compile
+
+    def compiled(function: Any, options: Any = None, **settings: Any) -> Any:
+        return compile_function(function, backend=counter, fullgraph=True, **settings)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(logprobs, "_compiled", functools.cache(logprobs._compiled.__wrapped__))
     generator = torch.Generator().manual_seed(0)
-    for rows in (64, 17, 40, 23):
-        logits = torch.randn(rows, V, generator=generator).to(dtype)
-        labels = torch.randint(V, (rows, 1), generator=generator)
-        columns = torch.rand(4, rows, 1, generator=generator)
-        calls = [(labels, 0.7, True), (0.7, False, *columns)]
-        for one, function, arguments in zip(
-            compiled, (logprobs._outputs, logprobs._gradient), calls, strict=True
-        ):
-            got, want = one(logits.clone(), *arguments), function(logits.clone(), *arguments)
-            torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert counters["stats"]["unique_graphs"] == 4  # one for a full chunk, one for all others
+    rows, chunk = 80, 40
+    logits = torch.randn(rows, V, generator=generator).bfloat16()
+    labels = torch.randint(V, (rows, 1), generator=generator)
+    columns = list(torch.rand(4 if with_entropy else 2, rows, 1, generator=generator))
+    calls = [(logprobs._outputs, with_entropy, [labels])]
+    calls += [(logprobs._gradient, False, columns)]
+    for number, (function, flag, of_tokens) in enumerate(calls, 1):
+        for temperature in (0.7, 1.0, 1.3):
+            want = function(logits.clone(), temperature, flag, *of_tokens)
+            for start, stop in ((0, 40), (40, 57), (57, 58), (58, 59), (3, 43), (0, 23), (0, 40)):
+                at = slice(start, stop)
+                got = logprobs._whole_chunk(
+                    function,
+                    chunk,
+                    logits[at].clone(),
+                    temperature,
+                    flag,
+                    *(x[at] for x in of_tokens),
+                )
+                for one, whole in zip(tree_leaves(got), tree_leaves(want), strict=True):
+                    assert len(whole) in (0, rows) and torch.equal(one, whole[at])
+        assert counter.frame_count == number, (function, temperature, start, stop)
 
 
-def _without_logits(logits: Any, value: int) -> int:
+def _without_logits(logits: Any, temperature: float, value: int) -> int:
     return value
 
 
 def test_without_a_compiler_log_probs_are_computed_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(function: Any) -> Any:
+    def broken(*arguments: Any) -> Any:
         raise RuntimeError("Failed to find C compiler.\nSet CC")
 
     logits: Any = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(logprobs, "_compiled", broken)
+    monkeypatch.setattr(logprobs, "_whole_chunk", broken)
     monkeypatch.setattr(logprobs, "_unfused", set())
     with caplog.at_level(logging.WARNING):
-        assert [logprobs._fused(_without_logits, logits, i) for i in range(2)] == [0, 1]
+        assert [logprobs._fused(_without_logits, 8, logits, 1.0, i) for i in range(2)] == [0, 1]
     assert "RuntimeError: Failed to find C compiler.)" in caplog.text
     assert len(caplog.records) == 1 == len(logprobs._unfused)
+
+
+@pytest.mark.parametrize("broken", ["addmm", "_whole_chunk"])
+def test_full_memory_is_not_taken_for_a_missing_kernel(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """One full moment would slow the head down until the process ends."""
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch if broken == "addmm" else logprobs, broken, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        if broken == "addmm":
+            logprobs._adds_wide.__wrapped__(torch.device("cpu"), torch.bfloat16)
+        else:
+            logits: Any = SimpleNamespace(is_cuda=True)
+            logprobs._fused(_without_logits, 8, logits, 1.0, 1)
+    assert _without_logits not in logprobs._unfused
 
 
 def test_gradients_of_chunks_are_added_in_float32() -> None:

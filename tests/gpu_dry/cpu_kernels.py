@@ -227,11 +227,13 @@ def _weights(q: Tensor, k: Tensor, scale: float | None, window: list[int]) -> Te
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
-def _addmm(total, left, right, *options, out=None, **more):  # type: ignore[no-untyped-def]
+def _addmm(total, *factors, out=None, **more):  # type: ignore[no-untyped-def]
     """torch has products that are added to a wider dtype for GPUs only."""
     if out is None:
-        return aten.addmm(total, left, right, *options, **more)
-    return out.copy_(total + left @ right)
+        return aten.addmm(total, *factors, **more)
+    left, right, wide = factors  # a schema's out_dtype is not named
+    assert wide == total.dtype == torch.float32 and not more, (factors, more)
+    return out.copy_(total + left.float() @ right.float())
 
 
 INSTEAD = {

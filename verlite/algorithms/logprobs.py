@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 log = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
 """Logits per chunk: 64 and 512 MiB in float32, enough rows for a fast matrix product."""
+
+CHUNK_ROWS = 4096
+"""At most: the last chunk may be padded, which must cost little for a small vocabulary too."""
 
 
 def token_log_probs(
@@ -66,7 +71,8 @@ def sum_pi_squared(
 
 
 def _chunk_for(weight: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS.get(weight.device.type, 2**24) // weight.shape[0])
+    rows = CHUNK_ELEMENTS.get(weight.device.type, 2**24) // weight.shape[0]
+    return min(max(1, rows), CHUNK_ROWS)
 
 
 def _upcast(x: Tensor) -> Tensor:
@@ -91,8 +97,9 @@ class _TokenLogProbs(torch.autograd.Function):
         entropies = []
         chunks = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
         for rows, target in chunks:
+            logits, column = rows @ weight.t(), target.unsqueeze(1)
             chosen, normalizer, entropy = _fused(
-                _outputs, rows @ weight.t(), target.unsqueeze(1), temperature, with_entropy
+                _outputs, chunk, logits, temperature, with_entropy, column
             )
             log_probs.append(chosen)
             normalizers.append(normalizer)
@@ -125,7 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):
             target = labels[at].unsqueeze(1)
             logits = hidden[at] @ weight.t()
             of_labels = _gradient(logits.gather(1, target), temperature, True, *columns)
-            grad_logits = _fused(_gradient, logits, temperature, False, *columns)
+            grad_logits = _fused(_gradient, chunk, logits, temperature, False, *columns)
             grad_logits.scatter_(1, target, of_labels)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[at])
@@ -136,18 +143,23 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-# Elementwise work on a chunk's logits, products [n, V]. They may be overwritten.
+# Elementwise work on a chunk's logits, products [n, V]. They may be overwritten. What belongs to a
+# token is [n, 1]. A temperature is a float, or [] where the work is compiled.
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    logits = _upcast(logits)
-    return logits if temperature == 1 else logits.div_(temperature)
+def _divided(values: Tensor, temperature: float | Tensor) -> Tensor:
+    is_one = isinstance(temperature, float | int) and temperature == 1
+    return values if is_one else values.div_(temperature)
+
+
+def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    return _divided(_upcast(logits), temperature)
 
 
 def _outputs(
-    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    logits: Tensor, temperature: float | Tensor, with_entropy: bool, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs of `labels` [n, 1], normalizers, and entropies ([0] if not asked for)."""
+    """Return log-probs of `labels`, normalizers, and entropies ([0] if not asked for)."""
     logits = _scaled(logits, temperature)
     normalizer = logits.logsumexp(-1)
     log_probs = logits.gather(1, labels).squeeze(1) - normalizer
@@ -160,7 +172,7 @@ def _outputs(
 
 def _gradient(
     logits: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     is_label: bool,
     normalizer: Tensor,
     grad_log_prob: Tensor,
@@ -170,7 +182,6 @@ def _gradient(
     """Return the gradient of logits in their dtype: of the labels', or of others.
 
     d log p_label / d logit_v = [v = label] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy).
-    What belongs to a token is [n, 1].
     """
     log_p = _scaled(logits, temperature).sub_(normalizer)
     if entropy is None or grad_entropy is None:
@@ -182,9 +193,7 @@ def _gradient(
         gradient = p.mul_(factor.add_(grad_log_prob).neg_())
     if is_label:
         gradient.add_(grad_log_prob)
-    if temperature != 1:
-        gradient.div_(temperature)
-    return gradient.to(logits.dtype)
+    return _divided(gradient, temperature).to(logits.dtype)
 
 
 # On a GPU
@@ -193,12 +202,14 @@ _unfused: set[Callable[..., Any]] = set()
 """Functions that cannot be compiled on this machine."""
 
 
-def _fused(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Any:
-    """Call a function of logits. On a GPU it is compiled: two kernels that read the logits in their
-    dtype, in place of ten that pass over them in float32."""
+def _fused(
+    function: Callable[..., Any], chunk: int, logits: Tensor, temperature: float, *arguments: Any
+) -> Any:
+    """Call a function of at most `chunk` rows of logits. On a GPU it is compiled: two kernels that
+    read the logits in their dtype, in place of ten that pass over them in float32."""
     if logits.is_cuda and function not in _unfused:
         try:
-            return _compiled(function)(logits, *arguments)
+            return _whole_chunk(function, chunk, logits, temperature, *arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -208,12 +219,36 @@ def _fused(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Any
                 type(error).__name__,
                 str(error).partition("\n")[0],
             )
-    return function(logits, *arguments)
+    return function(logits, temperature, *arguments)
+
+
+def _whole_chunk(
+    function: Callable[..., Any],
+    chunk: int,
+    logits: Tensor,
+    temperature: float,
+    flag: bool,
+    *columns: Tensor,
+) -> Any:
+    """Call the compiled function with rows of zeros up to `chunk`.
+
+    All chunks have one shape, so a row's numbers come from one kernel, wherever the row stands and
+    whatever this process computed before: a resumed run repeats them.
+    """
+    rows = len(logits)
+    padding = (0, 0, 0, chunk - rows)
+    if rows < chunk:
+        logits = pad(logits, padding)
+    scale = torch.full((), temperature, dtype=_upcast(logits[:0]).dtype, device=logits.device)
+    padded = [pad(column, padding) for column in columns]  # copies: equally aligned in memory
+    results = _compiled(function)(logits, scale, flag, *padded)
+    return tree_map(lambda result: result[:rows], results)
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+    # deterministic: kernels are not chosen by their times.
+    return torch.compile(function, dynamic=False, options={"deterministic": True})
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -233,6 +268,8 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     total = torch.ones(16, 16, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError):
         return False
     return bool((total == 17).all())
