@@ -112,7 +112,7 @@ def test_plan_survives_a_model_that_needs_values(tmp_path, monkeypatch):
     def needs_values(*arguments):
         raise RuntimeError("data-dependent\nand a long trace")
 
-    monkeypatch.setattr("verlite.sizing.memory.run_memory", needs_values)
+    monkeypatch.setattr("verlite.sizing.measure.Measurer.__call__", needs_values)
     config_folder(tmp_path / "model", "tiny")
     line = [f"actor_rollout_ref.model.path={tmp_path}/model", "data.train_files=absent.parquet"]
     line += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"]
