@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verlite.algorithms.balancing import micro_batches_by_tokens, micro_batches_of_tree
+from verlite.algorithms.balancing import _runs, micro_batches_by_tokens, micro_batches_of_tree
 from verlite.algorithms.packing import Packed, pack
 from verlite.algorithms.prefix_tree import (
     prefix_tree,
@@ -108,9 +108,12 @@ def test_no_other_runs_of_rows_are_fewer_or_more_even(seed: int) -> None:
     in_order = [rows[i] for i in order]
     longest = max(map(len, rows))
     limit = random.Random(seed).randint(longest, 3 * longest)
-    assert any(shared)
-    found = part_sizes(micro_batches_of_tree(list(map(len, in_order)), shared, limit), in_order)
-    assert found == sorted(found, reverse=True)
+    before = np.array(shared)
+    total = np.array([0, *itertools.accumulate(map(len, in_order))])
+    total[1:] -= before.cumsum()
+    runs = _runs(range(len(rows)), total, before, limit)
+    assert sorted(itertools.chain(*runs)) == list(range(len(rows)))
+    found = part_sizes(list(map(list, runs)), in_order)
     best = (len(rows) + 1, 0)
     for cuts in itertools.product((False, True), repeat=len(rows) - 1):
         bounds = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(rows)]
@@ -118,6 +121,28 @@ def test_no_other_runs_of_rows_are_fewer_or_more_even(seed: int) -> None:
         if max(sizes) <= limit:
             best = min(best, (len(sizes), sum(size * size for size in sizes)))
     assert (len(found), sum(size * size for size in found)) == best
+
+
+@pytest.mark.parametrize(
+    ("trees", "sizes"),
+    [
+        ([(2, [6, 2]), (2, [6, 2]), (1, [1]), (1, [1])], [12, 12]),  # whole, each with a small one
+        ([(2, [4, 7, 2, 2]), (1, [2])], [10, 12]),  # runs 4, 7 and 2 2, which cost 6 + 9 + 6
+        ([(1, [5, 7, 4, 2])], [10, 10]),  # samples: 5 and 4, 7 and 2
+        ([(2, [6]), (2, [1, 6, 4])], [11, 12]),  # runs of all samples: the second is divided
+        ([(2, [2]), (1, [3, 6, 9])], [4, 10, 10]),  # runs, with fewer tokens than samples
+    ],
+)
+def test_the_way_with_the_fewest_micro_batches_wins(
+    trees: list[tuple[int, list[int]]], sizes: list[int]
+) -> None:
+    """Trees: (tokens of the prompt, of its answers), limit 12. Other ways have more micro-batches,
+    or as many with more tokens."""
+    rows = [[t] * p + [10 + i] * a for t, (p, own) in enumerate(trees) for i, a in enumerate(own)]
+    shared = [p if i else 0 for p, own in trees for i in range(len(own))]
+    parts = micro_batches_of_tree(list(map(len, rows)), shared, 12)
+    assert sorted(itertools.chain(*parts)) == list(range(len(rows)))
+    assert sorted(part_sizes(parts, rows)) == sizes
 
 
 def test_rows_of_a_prompt_stay_together() -> None:

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -170,9 +171,10 @@ def micro_batches_of_tree(
     """Split sorted samples that share prefixes into micro-batches that compute each distinct token
     once.
 
-    Each micro-batch has consecutive samples. There are as few as possible, and the sum of the
-    squares of their tokens is the least: they are even, and few prefixes are divided. Samples that
-    share nothing are split by `micro_batches_by_tokens`.
+    Trees (samples that share a prefix) are packed whole as by `micro_batches_by_tokens`; those that
+    are too large are divided into runs of neighbors, or into samples. Or all samples are divided
+    into runs of neighbors. The way with the fewest micro-batches wins, then the one with the fewest
+    tokens.
 
     Args:
         lengths: tokens of each sample, sorted by `prefix_tree.sort_by_prefix`.
@@ -188,8 +190,45 @@ def micro_batches_of_tree(
     _refuse_longer(np.asarray(lengths), max_tokens)
     before = np.asarray(shared, dtype=np.int64)
     total = np.concatenate([[0], (np.asarray(lengths, dtype=np.int64) - before).cumsum()])
-    size = len(lengths) + 1
-    # Of the first samples: number of micro-batches, sum of squares, first sample of the last one.
+
+    def tokens(run: range) -> int:
+        return int(total[run.stop] - total[run.start] + before[run.start])
+
+    def runs(of: range) -> list[range]:
+        return _runs(of, total, before, max_tokens)
+
+    roots = [*(before == 0).nonzero()[0].tolist(), len(lengths)]
+    trees = [range(begin, end) for begin, end in pairwise(roots)]
+    ways = []
+    for pieces in (
+        [
+            [tree] if tokens(tree) <= max_tokens else [tree[i : i + 1] for i in range(len(tree))]
+            for tree in trees
+        ],
+        [runs(tree) for tree in trees],
+        [runs(range(len(lengths)))],
+    ):
+        units = list(chain(*pieces))
+        sizes = [tokens(unit) for unit in units]
+        parts = micro_batches_by_tokens(sizes, max_tokens)
+        rows = [[i for number in part for i in units[number]] for part in parts]
+        ways.append((len(parts), sum(sizes), rows))
+    _, _, rows = min(ways, key=lambda way: way[:2])
+    most = MOST_PATHS * max_tokens
+    return [half for part in rows for half in _halves(part, lengths, most)]
+
+
+def _runs(of: range, total: np.ndarray, before: np.ndarray, max_tokens: int) -> list[range]:
+    """Divide samples into the fewest runs of neighbors; of these ways, take the one with the least
+    sum of squares of their tokens: the runs are even, and few prefixes are divided.
+
+    Args:
+        total: new tokens of all samples before each one.
+        before: tokens that each sample shares with the one before it.
+    """
+    total, before = total[of.start : of.stop + 1], before[of.start : of.stop]
+    size = len(total)
+    # Of the first samples: number of runs, sum of squares, first sample of the last one.
     count, squares, begin = np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64)
     low = 0
     for end in range(1, size):
@@ -199,13 +238,11 @@ def micro_batches_of_tree(
         sums = squares[low:high] + (total[end] - total[low:high] + before[low:high]) ** 2.0
         best = int(sums.argmin())
         count[end], squares[end], begin[end] = count[low] + 1, sums[best], low + best
-    runs, end = [], len(lengths)
+    runs, end = [], size - 1
     while end:
-        runs.append(range(begin[end], end))
+        runs.append(of[begin[end] : end])
         end = int(begin[end])
-    runs.sort(key=lambda run: -int(total[run.stop] - total[run.start] + before[run.start]))
-    most = MOST_PATHS * max_tokens
-    return [half for run in runs for half in _halves(list(run), lengths, most)]
+    return runs
 
 
 def _halves(part: list[int], lengths: Sequence[int], most: int) -> list[list[int]]:
