@@ -30,6 +30,8 @@ def test_half_billion_by_hand(tmp_path):
     assert facts.forward_flops(2) == 2 * matrices + 1.5 * pair
     assert facts.update_flops(2, recomputes=False) == 3 * facts.forward_flops(2)
     assert facts.update_flops(2, recomputes=True) == 4 * facts.forward_flops(2)
+    assert facts.update_flops(2, recomputes="attention") == 8 * matrices + 4.5 * pair
+    assert facts.update_flops(2, recomputes="products") == 3 * facts.forward_flops(2)
 
 
 def test_seven_billion_as_published(tmp_path):

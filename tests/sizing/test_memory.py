@@ -238,6 +238,20 @@ def test_the_least_recomputation_that_fits_is_advised(run, gib, kept):
         assert f"{key}=true is needed: without it over by {over}" in text
 
 
+@pytest.mark.parametrize("kept", ["products", "attention"])
+def test_what_the_user_keeps_is_kept_where_later_changes_make_room(run, kept):
+    """28 GiB: true helps first, but offload and one sample at a time make room without it."""
+    key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"
+    fitting, changes = make_fit(
+        run(28, share, "critic.ppo_micro_batch_size_per_gpu=1", f"{key}={kept}")
+    )
+    assert not fitting.over() and fitting.config.actor_rollout_ref.model == (
+        run(28, f"{key}={kept}").config.actor_rollout_ref.model
+    )
+    assert changes and not [change for change in changes if change.startswith(key)]
+
+
 def test_a_token_budget_is_advised_where_the_run_has_one(run):
     one = run(
         80,

@@ -295,6 +295,7 @@ def make_fit(run: SizedRun) -> tuple[SizedRun, list[str]]:
     as they are typed. Cheap changes come first: a smaller micro-batch costs some speed,
     checkpointing a third more computation, offload a copy in each step.
     """
+    original = run.config
     changes: dict[str, object] = {}
     stages = (
         _checkpointing,
@@ -313,14 +314,9 @@ def make_fit(run: SizedRun) -> tuple[SizedRun, list[str]]:
             if changed.excess() < run.excess():
                 run = changed
                 changes[key] = value
-    return _without_unneeded(run, changes)
-
-
-def _without_unneeded(run: SizedRun, changes: dict[str, object]) -> tuple[SizedRun, list[str]]:
-    """Take back switches that later changes made unneeded."""
     for key, value in list(changes.items()):
-        if value is True:
-            without = run.changed(key, False)
+        if value is True:  # a switch, which later changes may have made unneeded
+            without = run.changed(key, get(original, key))
             if without.excess() <= run.excess():
                 run = without
                 del changes[key]

@@ -73,10 +73,11 @@ class ModelFacts:
     def update_flops(self, length: int, recomputes: bool | str) -> int:
         """Return those of a forward and a backward pass, which costs twice as much.
 
-        recomputes: gradient checkpointing, which runs the forward pass a second time, attention
-            included, unless it keeps the outputs of products.
+        recomputes: gradient checkpointing, which runs the forward pass a second time, except what it
+            keeps: the outputs of attention, or of all products.
         """
-        return (4 if recomputes in (True, "attention") else 3) * self.forward_flops(length)
+        forward = self.forward_flops(length)
+        return 3 * forward + {True: forward, "attention": 2 * self.matmul}.get(recomputes, 0)
 
     def kv_bytes(self, dtype: str) -> int:
         """Return the bytes of the KV cache per token."""
