@@ -288,7 +288,25 @@ WRONG = [
         "only 100 rows (data.train_max_samples=100)",
     ),
     ("critic.model.path={folder}/nowhere", "critic.model.path", "does not exist"),
+    (
+        "critic.model.fsdp_config.use_torch_compile=true "
+        "critic.model.enable_gradient_checkpointing=attention",
+        "critic.model.enable_gradient_checkpointing",
+        "layers that critic.model.fsdp_config.use_torch_compile=true compiles cannot keep a part",
+    ),
+    (
+        "critic.model.enable_gradient_checkpointing=null",
+        "critic.model.enable_gradient_checkpointing",
+        "expected true/false or text; Legal: true, false, attention, products",
+    ),
 ]
+
+
+def test_layers_that_are_not_compiled_keep_a_part(material) -> None:
+    material.load(
+        "actor_rollout_ref.model.enable_gradient_checkpointing=products",
+        "critic.model.fsdp_config.use_torch_compile=true",
+    )
 
 
 def test_a_key_is_reported_once(material) -> None:
@@ -770,7 +788,7 @@ def test_every_list_of_names_is_enforced(material):
         for name in ("zzz", f"{key.facts.choices[0]}_", *key.facts.hints):
             (problem,) = outside(config, key, name)
             assert problem.key == key.name and "is not a legal name" in str(problem)
-            assert declared.legal_names(key) in str(problem)
+            assert key.legal_names() in str(problem)
             assert key.facts.hints.get(name, "") in str(problem)
 
 

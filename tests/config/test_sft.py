@@ -37,6 +37,11 @@ WRONG = [
     ),
     ("fsdp_config.fsdp_size=2", "fsdp_config.fsdp_size", "must divide the 1 processes"),
     (
+        "fsdp_config.use_torch_compile=true model.enable_gradient_checkpointing=attention",
+        "model.enable_gradient_checkpointing",
+        "layers that fsdp_config.use_torch_compile=true compiles cannot keep a part",
+    ),
+    (
         "ulysses_sequence_parallel_size=2",
         "ulysses_sequence_parallel_size",
         "must divide the 1 processes; torchrun",
@@ -86,7 +91,9 @@ def line(material, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(("typed", "key", "words"), WRONG, ids=[typed for typed, _, _ in WRONG])
 def test_invalid_value_is_reported_under_its_key(material, typed, key, words):
     with pytest.raises(ConfigError) as error:
-        compose(overrides=line(material, typed.replace("{folder}", str(material.folder))))
+        compose(
+            overrides=line(material, *typed.replace("{folder}", str(material.folder)).split(" "))
+        )
     (problem,) = error.value.problems
     assert problem.key == key
     for part in words.split("; "):

@@ -6,7 +6,6 @@ from verlite.config.commands import PPO, Command
 from verlite.config.keys import Key
 from verlite.config.problems import nearest
 from verlite.config.rules import declared
-from verlite.config.rules.declared import legal_names
 from verlite.config.translation import lookup
 
 
@@ -85,7 +84,7 @@ def _leaf(name: str, command: Command) -> str:
     default = "must be given" if key.default == "???" else f"default {_written(key.default)}"
     lines = [name, f"  {key.type}; {default}", f"  {facts.help}"]
     if facts.choices:
-        lines.append(f"  Legal: {legal_names(key)}.")
+        lines.append(f"  Legal: {key.legal_names()}.")
     if facts.bound:
         lines.append(f"  Legal: {facts.bound}.")
     if facts.unused:

@@ -104,6 +104,13 @@ class Key:
         """What the key means."""
         return self.facts.help
 
+    def legal_names(self) -> str:
+        """Return the legal names in words."""
+        switch = ["true", "false"] if "true/false" in self.type else []
+        names = ", ".join([*switch, *self.facts.choices])
+        own = self.facts.own
+        return f"{names}, or your own package.module:{own}" if own else names
+
 
 def table(root: Any) -> dict[str, Key]:
     """Return every key of a schema, given as an instance of its dataclass."""

@@ -494,7 +494,7 @@ class _Builder:
                 OmegaConf.update(self.tree, known.name, {}, merge=False)
             OmegaConf.update(self.tree, key, value, merge=False, force_add=known.free)
         except (OmegaConfBaseException, ValueError, TypeError):
-            hint = _type_remedy(assignment.value, known.type)
+            hint = _type_remedy(assignment.value, known)
             expected = known.type if not known.free or key == known.name else "text"
             got = _kind(assignment.value)
             if isinstance(assignment.value, list) and known.type.startswith("list of numbers"):
@@ -829,14 +829,17 @@ def _is_quoted_list(text: str) -> bool:
     return text.startswith("[") and text.endswith("]") and not Path(text).exists()
 
 
-def _type_remedy(value: Any, wanted: str) -> str:
+def _type_remedy(value: Any, known: Key) -> str:
     """Return how to write a value of the wrong type; "" if nobody knows."""
+    wanted = known.type
     if value in ("None", "Null", "none"):
         return "Write null in lower case."
     if value == "":
         return "Give a value after the = sign, or leave the key out."
     if isinstance(value, float) and "whole number" in wanted and value.is_integer():
         return f"Write {int(value)}."
+    if known.facts.choices:
+        return f"Legal: {known.legal_names()}."
     if not isinstance(value, str) or "number" not in wanted:
         return ""
     percent = re.fullmatch(r"([\d.]+)%", value)

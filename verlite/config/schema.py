@@ -193,7 +193,7 @@ class ModelConfig:
         "Jinja chat template that replaces the tokenizer's.")
     enable_activation_offload: bool = key(False,
         "GPU: keep the saved input of each layer in host memory between the forward and the "
-        "backward pass. Requires enable_gradient_checkpointing.",
+        "backward pass. Requires enable_gradient_checkpointing=true.",
         used_when=GPU, note="on CPUs activations are in host memory already")
     lora_rank: int = key(0,
         "Train LoRA adapters of this rank and freeze the model's own weights. 0: train all "

@@ -191,7 +191,7 @@ def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
         yield Problem("trainer.test_freq", test_freq, "needs validation data", remedy)
     yield from _check_model_path("model.path", config.model.path)
     yield from _check_model_path("model.tokenizer_path", config.model.tokenizer_path)
-    yield from models.model_settings("model.", config.model)
+    yield from models.model_settings("model.", config.model, config, "fsdp_config")
     yield from models.adapter_files("model.", config.model)
     yield from data.named(config.data.train_files, config.data.val_files)
     yield from data.missing("data.train_files", config.data.train_files)

@@ -73,8 +73,8 @@ class ModelFacts:
     def update_flops(self, length: int, recomputes: bool | str) -> int:
         """Return those of a forward and a backward pass, which costs twice as much.
 
-        recomputes: gradient checkpointing, which runs the forward pass a second time, except what it
-            keeps: the outputs of attention, or of all products.
+        recomputes: gradient checkpointing, which runs the forward pass a second time, except what
+            it keeps: the outputs of attention, or of all products.
         """
         forward = self.forward_flops(length)
         return 3 * forward + {True: forward, "attention": 2 * self.matmul}.get(recomputes, 0)

@@ -99,19 +99,13 @@ def _is_legal(key: Key, item: str) -> bool:
 
 def _unknown_name(key: Key, item: str) -> Problem:
     facts = key.facts
-    remedy = f"Legal: {legal_names(key)}."
+    remedy = f"Legal: {key.legal_names()}."
     close = difflib.get_close_matches(item.lower(), facts.choices, n=1, cutoff=0.5)
     if close and item not in facts.hints:
         remedy = f"Did you mean {close[0]}? {remedy}"
     if item in facts.hints:
         remedy = f"{remedy} {facts.hints[item]}"
     return Problem(key.name, item, "is not a legal name", remedy)
-
-
-def legal_names(key: Key) -> str:
-    """Return the legal names of a key in words."""
-    names = ", ".join(key.facts.choices)
-    return f"{names}, or your own package.module:{key.facts.own}" if key.facts.own else names
 
 
 ESTIMATOR = "algorithm.adv_estimator"

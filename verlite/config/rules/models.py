@@ -8,6 +8,7 @@ from typing import Any
 
 from verlite import hub
 from verlite.config import plan
+from verlite.config.keys import get
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
 from verlite.config.rules.devices import shared_sequences
@@ -41,13 +42,22 @@ def _models(context: Context) -> dict[str, ModelConfig]:
 
 def settings(context: Context) -> Iterator[Problem]:
     """The settings of each model are consistent."""
+    fsdp = {POLICY: "actor_rollout_ref.actor.fsdp_config", CRITIC: "critic.model.fsdp_config"}
     for section, model in _models(context).items():
-        yield from model_settings(section, model)
+        yield from model_settings(section, model, context.config, fsdp[section])
 
 
-def model_settings(section: str, model: ModelConfig) -> Iterator[Problem]:
-    """Check adapters, activation offload and the chat template."""
+def model_settings(section: str, model: ModelConfig, config: Any, fsdp: str) -> Iterator[Problem]:
+    """Check adapters, what layers keep, and the chat template.
+
+    fsdp: the section of `config` with the model's sharding.
+    """
     yield from violations(MODEL, model, section=section)
+    kept = model.enable_gradient_checkpointing
+    if isinstance(kept, str) and get(config, f"{fsdp}.use_torch_compile"):
+        rule = f"layers that {fsdp}.use_torch_compile=true compiles cannot keep a part"
+        remedy = "Use true or false, or do not compile."
+        yield Problem(section + "enable_gradient_checkpointing", kept, rule, remedy)
     template = model.custom_chat_template
     if template is not None and "{" not in template:
         remedy = "Give the text of the template."
