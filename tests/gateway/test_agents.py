@@ -534,8 +534,12 @@ def test_a_fork_has_the_names_of_a_program_that_is_started(tmp_path, command):
 @pytest.mark.parametrize(
     ("module", "error"),
     [
-        ("no_such_package", "no_such_package cannot be imported by"),
-        ("odd_error", "odd_error cannot be imported by"),
+        ("no_such_package", "ModuleNotFoundError: No module named 'no_such_package'. Install it"),
+        ("odd_error", "ValueError: one two. Leave it out"),
+        ("ends", "SystemExit: 3. Leave it out"),
+        ("asks", "EOFError: EOF when reading a line. Leave it out"),
+        ("large", "MemoryError. Raise agent.memory_gb"),
+        ("maps", "ImportError: a.so: failed to map segment. Raise agent.memory_gb"),
         ("threads", "importing them starts 1 threads, which a fork does not have"),
     ],
 )
@@ -545,10 +549,23 @@ def test_modules_that_cannot_be_shared_are_named(tmp_path, module, error, monkey
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     )
     (tmp_path / "odd_error.py").write_text("raise ValueError('one\\ntwo\\n')")
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "asks.py").write_text("input()")
+    (tmp_path / "large.py").write_text("bytearray(1 << 40)")
+    (tmp_path / "maps.py").write_text("raise ImportError('a.so: failed to map segment')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     _, (trajectory,) = sample(tmp_path, "", preload=(module,))
     assert trajectory.status is Status.ERROR and error in trajectory.error
     assert f"agent.preload=['{module}']: {sys.executable} ended" in trajectory.error
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 600.0])
+def test_a_check_says_what_it_waits_for(limit_s, monkeypatch):
+    said = []
+    monkeypatch.setattr(forks, "SAY_S", limit_s)
+    forks.check(AgentSpec(f"{sys.executable} agent.py", preload=["json"]), said.append)
+    waits = f"agent.preload=['json']: {sys.executable} is still importing them"
+    assert said == ([] if limit_s else [waits])
 
 
 def test_the_limit_of_a_sample_does_not_count_the_imports(monkeypatch):

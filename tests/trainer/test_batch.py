@@ -187,6 +187,7 @@ def test_the_cost_of_a_row_is_that_of_its_sequences():
     batch = batch.with_non_tensor(session=object_array([session]))
     (cost,) = costs_of(batch, lengths, once=True)
     assert cost == (8 * int(flat[0]) + 7) // 14 and cost > 4 * int(flat[0]) // 7
+    assert costs_of(batch[:0], lengths[:0], once=False).dtype == np.int64  # what ranks balance
 
 
 def test_fractions_of_a_cost_are_not_cut():

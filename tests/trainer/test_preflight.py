@@ -500,6 +500,36 @@ def test_sft_refuses_too_few_rows_before_it_tokenizes(
     assert code == 2 and "is more than the 16 training rows" in said and "tokenizer" not in said
 
 
+@pytest.mark.parametrize(
+    ("program", "environment", "words"),
+    [
+        ("own.py:run", "python_interpreter_path: /x/python", "python_interpreter_path=/x/python"),
+        ("./python own.py", "env_vars: [{PYTHONPATH: /x}]", "env_vars PYTHONPATH"),
+        ("./python own.py", "python_interpreter_path: /x/python", ""),
+    ],
+)
+def test_imports_are_tried_where_the_engines_have_this_environment(
+    program: str,
+    environment: str,
+    words: str,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function runs in the engines' Python, a file in its own; both have their variables."""
+    monkeypatch.chdir(shutil.copytree(made, tmp_path / "sums"))
+    text("own.py", "def run(task): pass")()
+    other_python()
+    group = f"{{label: a, node_ranks: 0, env_configs: [{{node_ranks: 0, {environment}}}]}}"
+    agent = [f"agent.command={program}", "agent.preload=[no_such_module]"]
+    code, said = printed(check_command, [*ARGUMENTS[RL], *agent, f"cluster.node_groups=[{group}]"])
+    if words:
+        expected = f"was not tried: the engines start programs with {words} (cluster.node_groups)"
+        assert code == 0 and expected in said
+    else:
+        assert code == 2 and "no_such_module cannot be imported by" in said
+
+
 def called_checks(module: str, source: str) -> set[str]:
     """Return the check functions that a module imports or calls, as "module:name"."""
     functions = {check.function for check in CHECKS}

@@ -39,12 +39,17 @@ def prepare(settings: dict[str, Any]) -> Any:
     for module in settings["modules"]:
         try:
             importlib.import_module(module)
-        except Exception as error:  # a module may raise anything
-            cause = " ".join(f"{type(error).__name__}: {error}".split())  # the last line is shown
-            sys.exit(
-                f"{module} cannot be imported by {sys.executable}: {cause}. Install it there, "
-                "name a Python in agent.command that has it, or leave it out"
-            )
+        except (Exception, SystemExit) as error:  # a module may raise anything
+            words = f"{type(error).__name__}: {error}".split()
+            cause = " ".join(words).rstrip(":")  # the last line is shown
+            remedy = "Leave it out"
+            if isinstance(error, MemoryError) or "failed to map segment" in cause:
+                remedy = "Raise agent.memory_gb, or leave it out"
+            elif isinstance(error, ImportError):
+                remedy = (
+                    "Install it there, name a Python in agent.command that has it, or leave it out"
+                )
+            sys.exit(f"{module} cannot be imported by {sys.executable}: {cause}. {remedy}")
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(
             f"importing them starts {threads - 1} threads, which a fork does not have: leave out "
@@ -165,6 +170,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     events = os.dup(1)
     os.dup2(2, 1)  # modules may print
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # or one that asks would wait
     keeper = prepare(settings)
     serve(settings, keeper, events)
     become(settings["words"], settings["path"] is not None)

@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -26,6 +26,8 @@ from verlite.spec.roles import AgentSpec
 SCRIPT = Path(__file__).with_name("fork_process.py")
 START_S = 300.0
 """How long the imports may take."""
+SAY_S = 5.0
+"""After this time `check` says what it waits for."""
 WAIT_S = 0.01
 
 
@@ -154,8 +156,10 @@ class Forks:
         self._address = b"\0" + (await self._ready).strip()
 
 
-def check(spec: AgentSpec) -> str:
+def check(spec: AgentSpec, say: Callable[[str], None] = print) -> str:
     """Start the process as a run does, in this folder, and end it. Return what it imported.
+
+    say: gets what it waits for.
 
     Raises:
         ProcessEnded: as `Forks.ready` does.
@@ -164,7 +168,10 @@ def check(spec: AgentSpec) -> str:
     async def start() -> str:
         async with Forks(spec, None) as forks:
             began = time.monotonic()
-            await forks.ready()
+            ready = asyncio.ensure_future(forks.ready())
+            if not (await asyncio.wait((ready,), timeout=SAY_S))[0]:
+                say(f"agent.preload={forks.modules}: {forks.python} is still importing them")
+            await ready
             took = time.monotonic() - began
             return f"agent.preload={forks.modules}: imported by {forks.python} in {took:.1f} s"
 

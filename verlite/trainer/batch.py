@@ -206,7 +206,8 @@ def costs_of(batch: DataProto, lengths: torch.Tensor, once: bool) -> np.ndarray:
     if BRANCHES not in batch.non_tensor_batch:
         return workload(lengths.tolist())
     rows = batch.non_tensor_batch[BRANCHES]
-    costs = np.array([workload([sum(branch) for branch in row]).sum() for row in rows])
+    sums = [workload([sum(branch) for branch in row]).sum() for row in rows]
+    costs = np.array(sums, dtype=np.int64)
     if once:
         sessions = batch.non_tensor_batch["session"]
         shares = [1 - s["repeated_tokens"] / max(1, s["tokens"]) for s in sessions]

@@ -347,15 +347,23 @@ def agent_imports(found: Preflight) -> None:
     from verlite.gateway import forks
     from verlite.own_process import ProcessEnded
 
-    own = found.config.ray_kwargs.ray_init.runtime_env.py_executable
-    if own and is_function(program_words(agent.command)):
+    plan, own = found.plan, found.config.ray_kwargs.ray_init.runtime_env.py_executable
+    other = []
+    for node in sorted({device // plan.devices_per_node for device in plan.placement["rollout"]}):
+        if is_function(program_words(agent.command)) and node in plan.python:
+            other.append(f"python_interpreter_path={plan.python[node]} (cluster.node_groups)")
+        elif is_function(program_words(agent.command)) and own:
+            other.append(f"ray_kwargs.ray_init.runtime_env.py_executable={own}")
+        if plan.env_vars.get(node):
+            other.append(f"env_vars {', '.join(plan.env_vars[node])} (cluster.node_groups)")
+    if other:
         found.findings.warnings.append(
-            f"agent.preload={agent.preload} was not tried: the function runs in the workers' "
-            f"Python, ray_kwargs.ray_init.runtime_env.py_executable={own}"
+            f"agent.preload={agent.preload} was not tried: the engines start programs with "
+            f"{', '.join(dict.fromkeys(other))}"
         )
         return
     with refused(ProcessEnded):
-        found.findings.seen.append(forks.check(take(AgentSpec, agent)))
+        found.findings.seen.append(forks.check(take(AgentSpec, agent), found.say))
 
 
 def environment(found: Preflight) -> None:
