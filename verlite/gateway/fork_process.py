@@ -46,9 +46,7 @@ def prepare(settings: dict[str, Any]) -> Any:
             if isinstance(error, MemoryError) or "failed to map segment" in cause:
                 remedy = "Raise agent.memory_gb, or leave it out"
             elif isinstance(error, ImportError):
-                remedy = (
-                    "Install it there, name a Python in agent.command that has it, or leave it out"
-                )
+                remedy = "Install it there, name another Python in agent.command, or leave it out"
             sys.exit(f"{module} cannot be imported by {sys.executable}: {cause}. {remedy}")
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(
