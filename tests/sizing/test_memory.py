@@ -238,6 +238,19 @@ def test_the_least_recomputation_that_fits_is_advised(run, gib, kept):
         assert f"{key}=true is needed: without it over by {over}" in text
 
 
+def test_compiled_layers_are_not_advised_to_keep_a_part(run):
+    """60 GiB, where products would fit, as in the test above."""
+    options = [
+        "critic.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+    ]
+    for compiled in ("true", "false"):
+        one = run(60, *options, f"actor_rollout_ref.actor.fsdp_config.use_torch_compile={compiled}")
+        key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+        text = "\n".join(advise(one))
+        assert (f"{key}=true is needed" in text) == (compiled == "true")
+
+
 @pytest.mark.parametrize("kept", ["products", "attention"])
 def test_what_the_user_keeps_is_kept_where_later_changes_make_room(run, kept):
     """28 GiB: true helps first, but offload and one sample at a time make room without it."""

@@ -211,7 +211,9 @@ def _unneeded(run: SizedRun) -> Iterator[str]:
             yield f"{key}=false would fit too, and saves about a quarter of the update's FLOPs."
             continue
         most = size(max(found[2] for found in excess))
-        for kept in KEPT if now is True else KEPT[: KEPT.index(now)]:
+        is_compiled = get(run.config, f"{FSDP[role]}.use_torch_compile")  # it cannot keep a part
+        less = () if is_compiled else KEPT if now is True else KEPT[: KEPT.index(now)]
+        for kept in less:
             if not run.changed(key, kept).over():
                 yield f"{key}={kept} would fit too, and recomputes less; false is over by {most}."
                 break
