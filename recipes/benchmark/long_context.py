@@ -18,6 +18,7 @@ import multiprocessing
 import socket
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -34,11 +35,10 @@ from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 MEANS: dict[str, tuple[dict[str, Any], int]] = {
     "recomputation, the default": ({}, 1),
     "all activations kept": ({"enable_gradient_checkpointing": False}, 1),
-    "activations offloaded": ({"enable_activation_offload": True}, 1),
+    "products kept": ({"enable_gradient_checkpointing": "products"}, 1),
     "head in one piece": ({}, 1),
     "Ulysses over two ranks": ({}, 2),
 }
-CHUNKS = "verlite.algorithms.logprobs.CHUNK_ELEMENTS"
 
 
 def spec_of(means: str, length: int) -> tuple[DryEngineSpec, Passes]:
@@ -59,10 +59,16 @@ def spec_of(means: str, length: int) -> tuple[DryEngineSpec, Passes]:
     return spec, Passes(None, rows)
 
 
+def head_of(means: str) -> AbstractContextManager[Any]:
+    """Let the head compute all tokens at once where it is in one piece."""
+    if "one piece" not in means:
+        return nullcontext()
+    return mock.patch("verlite.algorithms.logprobs._chunk_for", return_value=2**62)
+
+
 def planned(means: str, length: int) -> int:
     """Return the plan's bytes for an update."""
-    chunks = {"cpu": 2**62} if "one piece" in means else {"cpu": 2**24}
-    with mock.patch(CHUNKS, chunks):
+    with head_of(means):
         return measure(*spec_of(means, length)).update
 
 
@@ -71,7 +77,6 @@ def real(means: str, length: int, rank: int, port: int) -> dict[str, float]:
     spec, passes = spec_of(means, length)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=spec.ranks)
-    chunks = {"cpu": 2**62} if "one piece" in means else {"cpu": 2**24}
     live = most = 0
 
     def traced(call: Any) -> Any:
@@ -98,7 +103,7 @@ def real(means: str, length: int, rank: int, port: int) -> dict[str, float]:
     )
     assert passes.update is not None
     batch, micro = rows_batch(passes.update)
-    with mock.patch(CHUNKS, chunks):
+    with head_of(means):
         traced(lambda: engine.update(batch, micro, 1.0, Objective(with_entropy=False)))
         peak, began = most, time.process_time()
         engine.update(batch, micro, 1.0, Objective(with_entropy=False))
