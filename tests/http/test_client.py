@@ -135,32 +135,6 @@ def test_the_message_about_a_token_names_a_key(spec: roles.ServiceSpec, key: str
         Client(spec)
 
 
-def test_caller_chooses_the_server() -> None:
-    with (
-        serving(lambda *request: (200, "first")) as first,
-        serving(lambda *request: (200, "second")) as second,
-    ):
-
-        async def ask(client: Client) -> list[str]:
-            sticky = client.servers[1]
-            return [(await client.post({}, same, server=sticky)).value for _ in range(3)]
-
-        assert run(Client(service(first, second)), ask) == ["second"] * 3
-
-
-def test_failure_of_the_chosen_server_does_not_move_the_request() -> None:
-    with (
-        serving(lambda *request: (200, "first")) as first,
-        serving(lambda *request: (500, "broken")) as second,
-    ):
-
-        async def ask(client: Client) -> None:
-            await client.post({}, same, server=client.servers[1])
-
-        with pytest.raises(Unavailable, match=r"echo\.deadline_s=0\.5.*HTTP 500"):
-            run(Client(service(first, second, deadline_s=0.5)), ask)
-
-
 def test_answer_size_is_bounded() -> None:
     with serving(lambda *request: (200, b'"' + b"x" * 5_000_000 + b'"')) as url:
         small = Client(service(url, max_answer=1000))

@@ -18,7 +18,7 @@ from verlite.engine import reference_client, reference_wire
 from verlite.engine.reference_client import ReferenceUnavailable, WrongReference
 from verlite.engine.reference_wire import Job, ModelInfo
 from verlite.http.server import HTTPServer, bind, url
-from verlite.services.reference import ReferenceLimits, make_app
+from verlite.services.reference import make_app
 from verlite.spec.roles import ReferenceServiceSpec
 
 JSON = {"Content-Type": "application/json"}
@@ -151,7 +151,7 @@ def test_http_status_of_wrong_requests(base):
     assert post("/log_probs", json=RIGHT | {"scored": [3]}).status_code == 422
     assert post("/log_probs", content=b"{", headers=JSON).status_code == 422
     assert post("/log_probs", json=[1]).json()["detail"].startswith("the body is a list")
-    with serving(limits=ReferenceLimits(body=100)) as small:
+    with serving(max_body=100) as small:
         assert httpx.post(f"{small}/log_probs", content=b" " * 101, headers=JSON).status_code == 413
 
 

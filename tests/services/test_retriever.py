@@ -22,7 +22,7 @@ from tests.services.passages import ROWS, WORDS, naive_bm25, passages, write
 from verlite.cli import app as command
 from verlite.http.server import HTTPServer, ServiceError, bind, url
 from verlite.services.index import BM25, Hit, Index, open_index
-from verlite.services.retriever import RetrieverLimits, make_app
+from verlite.services.retriever import make_app
 
 pytestmark = pytest.mark.process
 
@@ -327,7 +327,7 @@ def test_largest_allowed_requests(base: str) -> None:
 
 
 def test_too_large_body_returns_413(path: Path) -> None:
-    with serving(path, limits=RetrieverLimits(body=1000)) as base:
+    with serving(path, max_body=1000) as base:
         fits = json.dumps({"query": "amber"}).ljust(1000)
         assert CLIENT.post(f"{base}/retrieve", content=fits).status_code == 200
         for content in (fits + " ", (fits.encode() for _ in range(10)), "x" * 100_000):

@@ -22,7 +22,7 @@ from tests.http.running import running
 from verlite.cli import app as command
 from verlite.http.server import ServiceError
 from verlite.services import reward
-from verlite.services.reward import RewardLimits, make_app, scoring
+from verlite.services.reward import make_app, scoring
 from verlite.services.truths import TEMPLATES, first_question, question, read_truths, response
 
 pytestmark = pytest.mark.process
@@ -68,7 +68,7 @@ def dataset(path: Path, **answers: str) -> Path:
 @contextmanager
 def serving(
     path: Path | None,
-    limits: RewardLimits | None = None,
+    max_body: int = 1 << 26,
     function: str | None = None,
     token: str | None = None,
     **settings: Any,
@@ -76,7 +76,7 @@ def serving(
     options = {"item_timeout_s": 2.0, "processes": 2, "max_waiting": 10_000, **settings}
     scorer = scoring(function, 0.5, **options)
     truths = read_truths([str(path)], "message", None, CHATML) if path else None
-    with running(make_app(scorer, truths, CHATML, limits or RewardLimits(), token)) as address:
+    with running(make_app(scorer, truths, CHATML, max_body, token=token)) as address:
         yield address
 
 
@@ -238,7 +238,7 @@ def test_body_and_queue_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes take two answers each of ten, so that six wait."""
     monkeypatch.setattr(reward, "CHUNK", 2)
     with (
-        serving(None, RewardLimits(body=2000), max_waiting=8, item_timeout_s=1.0) as base,
+        serving(None, max_body=2000, max_waiting=8, item_timeout_s=1.0) as base,
         ThreadPoolExecutor(1) as clients,
     ):
         assert ask(base, {"query": ["x" * 2000]}, 413)["detail"].startswith("the body has more")

@@ -135,7 +135,7 @@ def retriever(
     """
     from verlite.http.server import ServiceError, run, url
     from verlite.services.index import BM25, Index, open_index
-    from verlite.services.retriever import RetrieverLimits, make_app, progress
+    from verlite.services.retriever import make_app, progress
 
     bound, token = listen.reserve()
     try:
@@ -152,8 +152,7 @@ def retriever(
             passages = open_index(Path(corpus), finder, folder, rebuild, track)
     except (ServiceError, OSError) as error:
         fail(error)
-    limits = RetrieverLimits(body=max_body, queries=max_queries)
-    service = make_app(passages, finder, topk, max_batch, limits, token)
+    service = make_app(passages, finder, topk, max_batch, max_body, max_queries, token)
     address = url(bound, "/retrieve")
     line = f"serving {len(passages)} documents ({finder.name}) at {address}"
     run(service, bound, line, listen.names())
@@ -173,8 +172,8 @@ def reward(
     dataset: Annotated[
         str | None,
         Option(
-            help="Ground truths by prompt: .json, .jsonl or .parquet, or several with commas. "
-            "Not needed if every request has labels."
+            help="Ground truths by prompt: .json, .jsonl, .csv or .parquet, or several with "
+            "commas. Not needed if every request has labels."
         ),
     ] = None,
     input_key: Annotated[
@@ -226,7 +225,7 @@ def reward(
     """
     from verlite.http.server import ServiceError, run, url
     from verlite.rewards.process import FunctionError
-    from verlite.services.reward import RewardLimits, make_app, scoring
+    from verlite.services.reward import make_app, scoring
     from verlite.services.truths import TEMPLATES, read_truths
 
     bound, token = listen.reserve()
@@ -238,7 +237,7 @@ def reward(
         scorer = scoring(function, format_weight, *limits, secret_env or [])
     except (ServiceError, FunctionError) as error:
         fail(error)
-    service = make_app(scorer, truths, template, RewardLimits(max_body, max_answers), token)
+    service = make_app(scorer, truths, template, max_body, max_answers, token)
     known = f"{len(truths)} ground truths" if truths else "the ground truths of requests"
     line = f"scoring with {known} at {url(bound, '/get_reward')}"
     run(service, bound, line, listen.names())
@@ -325,7 +324,7 @@ def reference(
     from verlite.engine.scoring import ScoringError, ScoringSettings, TokenScorer, default_device
     from verlite.http.server import run, url
     from verlite.machine import visible_gpus
-    from verlite.services.reference import ReferenceLimits, make_app
+    from verlite.services.reference import make_app
 
     kind = default_device() if device == Device.auto else device.value
     if kind == "cuda" and tensor_parallel_size > visible_gpus():
@@ -350,12 +349,12 @@ def reference(
     info = ModelInfo(
         model=scorer.identity, name=Path(model_path).name, ranks=settings.ranks, **scorer.facts
     )
-    limits = ReferenceLimits(body=max_body, sequences=max_sequences)
+    room = settings.ranks * max_tokens_per_gpu
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    service = make_app(scorer, info, settings.ranks * max_tokens_per_gpu, limits, token, end)
+    service = make_app(scorer, info, room, max_body, max_sequences, token, end)
     processes = "1 process" if settings.ranks == 1 else f"{settings.ranks} processes"
     line = f"serving {info.name} ({info.dtype}, {processes}) at {url(bound)}"
     try:

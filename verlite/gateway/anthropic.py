@@ -38,7 +38,7 @@ def read(body: Json, said: Said) -> Asked:
     dialect.refuse(dialect.read_object(body, "output_config"), ("format",))
     return Asked(
         messages=messages,
-        tools=[_tool(tool) for tool in dialect.read_tools(body, ("auto", "none"))],
+        tools=[_tool(tool) for tool in dialect.read_tools(body)],
         max_tokens=dialect.read_integer(body, "max_tokens"),
         stop=dialect.read_stop(body, "stop_sequences"),
         stream=bool(body.get("stream")),

@@ -167,9 +167,8 @@ def refuse(body: Json, names: Sequence[str]) -> None:
             raise Refused(f"{name}={body[name]!r:.80} is not supported; leave it out")
 
 
-def read_tools(body: Json, choices: Sequence[Any]) -> list[Json]:
-    """Return `tools`, [] if the model may not call them. choices: values of `tool_choice` that
-    leave the model free. Raises Refused."""
+def read_tools(body: Json) -> list[Json]:
+    """Return `tools`, [] if the model may not call them (`tool_choice`). Raises Refused."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused(f"tools={tools!r:.80} must be a list of objects")

@@ -31,7 +31,7 @@ def read_chat(body: Json, said: Said) -> Asked:
     read = ("messages", "tools", "tool_choice", "response_format", "chat_template_kwargs")
     return Asked(
         messages=[message for message, _ in messages],
-        tools=dialect.read_tools(body, ("auto", "none")),
+        tools=dialect.read_tools(body),
         template_kwargs=options,
         **_common(body, *limits),
         ignored=(

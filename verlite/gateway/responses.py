@@ -50,7 +50,7 @@ def read(body: Json, said: Said) -> Asked:
         raise Refused(f"text.format={form!r:.80} must be text: the model writes freely")
     return Asked(
         messages=[*first, *before, *new],
-        tools=[_tool(tool) for tool in dialect.read_tools(body, ("auto", "none"))],
+        tools=[_tool(tool) for tool in dialect.read_tools(body)],
         max_tokens=dialect.read_integer(body, "max_output_tokens"),
         stream=bool(body.get("stream")),
         return_token_ids=bool(body.get("return_token_ids")),

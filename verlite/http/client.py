@@ -23,7 +23,7 @@ import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,11 @@ import httpx
 from verlite.files import one_line, parse_foreign_json
 from verlite.masking import display
 from verlite.spec.roles import ServiceSpec
+
+# HTTP connections for many requests at once.
+#
+# httpx looks at all connections of a client when a request begins and when one ends. With hundreds
+# of requests that takes longer than the requests themselves, so here each httpx client has few.
 
 CONNECT_S = 2.0
 KEEP_ALIVE_S = 3.0
@@ -222,7 +227,6 @@ class Client:
         read: Callable[[Any], T],
         *,
         path: str = "",
-        server: Server | None = None,
         what: str = "the request",
     ) -> Answer[T]:
         """POST a JSON value, with all attempts that the service's deadline allows.
@@ -232,7 +236,6 @@ class Client:
             read: makes the result from the JSON value of the answer, or raises ValueError; then
                 the attempt has failed and is repeated.
             path: is appended to the server's address.
-            server: asks this server only. None: the least busy one, another after a failure.
             what: names the request in error messages.
 
         Raises:
@@ -244,14 +247,13 @@ class Client:
         def send(chosen: Server, left_s: float) -> Awaitable[T]:
             return self.attempt(chosen.url + path, body, read, limit_s=left_s, what=what)
 
-        return await self.call(send, lambda: deadline, server=server)
+        return await self.call(send, lambda: deadline)
 
     async def call(
         self,
         send: Send[T],
         deadline: Callable[[], float],
         *,
-        server: Server | None = None,
         tries: int = 0,
         raise_retry: bool = False,
     ) -> Answer[T]:
@@ -260,7 +262,6 @@ class Client:
         Args:
             send: one attempt on a server, such as a call of `attempt`.
             deadline: the end as a value of time.monotonic(), read before each attempt.
-            server: asks this server only.
             tries: attempts that failed before this call; they count in messages and backoff.
             raise_retry: raise the Retry of a failed attempt at once, except Down, so that the
                 caller can ask for less at a time.
@@ -269,11 +270,10 @@ class Client:
             Refused, Retry: see above. `error.tries` counts the failed attempts.
             Unavailable: no attempt succeeded before the deadline.
         """
-        candidates = self.servers if server is None else [server]
         last = "every server is busy or paused"
         while True:
             left_s = deadline() - time.monotonic()
-            chosen = await self._reserve(candidates, left_s) if left_s > 0 else None
+            chosen = await self._reserve(left_s) if left_s > 0 else None
             if chosen is None:
                 raise Unavailable(
                     f"no answer within {self.service.section}.deadline_s="
@@ -299,7 +299,7 @@ class Client:
                 return Answer(value, chosen, tries)
             finally:
                 await self._release(chosen)
-            if any(other.failures == 0 for other in candidates):
+            if any(other.failures == 0 for other in self.servers):
                 continue
             backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (tries - 1))
             backoff_s *= random.uniform(0.5, 1.5)
@@ -411,7 +411,7 @@ class Client:
             raise Unavailable(f"{'; '.join(silent)}. {remedy}")
         return "; ".join(silent) or None
 
-    async def _reserve(self, candidates: Sequence[Server], wait_s: float) -> Server | None:
+    async def _reserve(self, wait_s: float) -> Server | None:
         """Reserve the least busy server that is free. None if none is free for `wait_s` seconds."""
         assert self._changed
         end = time.monotonic() + wait_s
@@ -419,14 +419,14 @@ class Client:
             while True:
                 now = time.monotonic()
                 limit = self.service.max_in_flight
-                free = [server for server in candidates if server.free(now, limit)]
+                free = [server for server in self.servers if server.free(now, limit)]
                 if free:
                     chosen = min(free, key=lambda server: (server.failures, server.in_flight))
                     chosen.in_flight += 1
                     return chosen
                 if now >= end:
                     return None
-                wakes = [server.paused_until for server in candidates if server.paused_until > now]
+                wakes = [one.paused_until for one in self.servers if one.paused_until > now]
                 try:
                     await asyncio.wait_for(
                         self._changed.wait(), max(0.001, min([end, *wakes]) - now)
@@ -486,9 +486,3 @@ def _checked(text: str, where: str) -> str:
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise TokenError(f"{where} has characters that a token cannot have; use letters and digits")
     return token
-
-
-# HTTP connections for many requests at once.
-#
-# httpx looks at all connections of a client when a request begins and when one ends. With hundreds
-# of requests that takes longer than the requests themselves, so here each httpx client has few.

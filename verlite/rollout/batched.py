@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from verlite import progress
 from verlite.rollout.types import (
@@ -594,6 +594,23 @@ def engine_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in _DTYPES:
         raise ValueError(f"rollout.dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
+
+
+def eos_ids(path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every id that ends a sequence, by generation_config.json, the model's config or the
+    tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # the folder has no such file
+        generation = GenerationConfig.from_model_config(config)
+    found: set[int] = set()
+    for ids in (
+        generation.eos_token_id,
+        getattr(config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return sorted(found)
 
 
 def build_engine(

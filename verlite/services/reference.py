@@ -4,7 +4,7 @@ docs/reference_service.md has the wire format.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from typing import Protocol
 
@@ -31,20 +31,12 @@ class Model(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ReferenceLimits:
-    """Limits of one request."""
-
-    body: int = 1 << 26
-    """Bytes."""
-    sequences: int = 4096
-
-
 def make_app(
     model: Model,
     info: ModelInfo,
     batch_tokens: int,
-    limits: ReferenceLimits = ReferenceLimits(),
+    max_body: int = 1 << 26,
+    max_sequences: int = 4096,
     token: str | None = None,
     on_lost: Callable[[], None] = lambda: None,
 ) -> FastAPI:
@@ -54,6 +46,8 @@ def make_app(
         info: facts about the model, for clients.
         batch_tokens: tokens of requests that are computed together. A larger request is computed
             alone.
+        max_body: bytes of one request.
+        max_sequences: of one request.
         token: the bearer token that clients have to send, or None.
         on_lost: is called when the model has failed; the service should then end.
     """
@@ -79,9 +73,9 @@ def make_app(
 
     @app.post("/log_probs")
     async def log_probs(request: Request) -> dict[str, str]:
-        body = parse_object(await read_body(request, limits.body), EXAMPLE)
+        body = parse_object(await read_body(request, max_body), EXAMPLE)
         try:
-            job = read_request(body, info.vocab_size, info.max_length, limits.sequences)
+            job = read_request(body, info.vocab_size, info.max_length, max_sequences)
         except ValueError as error:
             raise wrong(str(error)) from None
         try:

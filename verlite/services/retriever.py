@@ -14,17 +14,8 @@ from verlite.services.index import Corpus, Hit, Index, Track
 from verlite.terminal import console
 
 MAX_TOPK = 100
-
-
-@dataclass(frozen=True)
-class RetrieverLimits:
-    """Limits of one request."""
-
-    body: int = 1 << 20
-    """Bytes."""
-    queries: int = 1024
-    query: int = 8192
-    """Characters of one query."""
+MAX_QUERY = 8192
+"""Characters of one query."""
 
 
 def make_app(
@@ -32,13 +23,18 @@ def make_app(
     index: Index,
     topk: int = 3,
     max_batch: int = 32,
-    limits: RetrieverLimits = RetrieverLimits(),
+    max_body: int = 1 << 20,
+    max_queries: int = 1024,
     token: str | None = None,
 ) -> FastAPI:
     """Create the service over a loaded index.
 
-    `topk` is the default number of passages. At most `max_batch` queries are searched at once.
-    With a token, clients have to send it.
+    Args:
+        topk: passages per query, if the request does not say it.
+        max_batch: queries that are searched at once.
+        max_body: bytes of one request.
+        max_queries: of one request.
+        token: clients have to send it.
     """
     desk: Desk[Queries, list[str]] = Desk(
         lambda batch: _search(corpus, index, batch), lambda asked: len(asked.queries), max_batch
@@ -51,9 +47,8 @@ def make_app(
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> Response:
-        asked = parse(
-            await read_body(request, limits.body, "send fewer queries at a time"), topk, limits
-        )
+        body = await read_body(request, max_body, "send fewer queries at a time")
+        asked = parse(body, topk, max_queries)
         try:
             # A large request waits with a part at a time, so it does not block small ones.
             texts = [
@@ -85,7 +80,7 @@ class Queries:
     scores: bool
 
 
-def parse(body: bytes, topk: int, limits: RetrieverLimits) -> Queries:
+def parse(body: bytes, topk: int, max_queries: int) -> Queries:
     """Parse {"queries", "topk", "return_scores"}, or {"query"} for a single one.
 
     Other fields are ignored, as in Search-R1.
@@ -104,16 +99,16 @@ def parse(body: bytes, topk: int, limits: RetrieverLimits) -> Queries:
     queries = value["queries"] if given == ["queries"] else [value["query"]]
     if not isinstance(queries, list):
         raise wrong(f"queries is a {type(queries).__name__}, expected a list of texts")
-    if len(queries) > limits.queries:
+    if len(queries) > max_queries:
         raise wrong(
-            f"queries has {len(queries)} entries, at most {limits.queries} may be asked at a time"
+            f"queries has {len(queries)} entries, at most {max_queries} may be asked at a time"
         )
     for place, query in enumerate(queries):
         name = f"queries[{place}]" if given == ["queries"] else "query"
         if not isinstance(query, str):
             raise wrong(f"{name} is a {type(query).__name__}, expected text")
-        if len(query) > limits.query:
-            raise wrong(f"{name} has {len(query)} characters, at most {limits.query} are allowed")
+        if len(query) > MAX_QUERY:
+            raise wrong(f"{name} has {len(query)} characters, at most {MAX_QUERY} are allowed")
         try:
             query.encode()
         except UnicodeEncodeError:

@@ -158,15 +158,6 @@ MAX_ERROR = 200
 
 
 @dataclass(frozen=True)
-class RewardLimits:
-    """Limits of one request."""
-
-    body: int = 1 << 26
-    """Bytes."""
-    answers: int = 4096
-
-
-@dataclass(frozen=True)
 class Asked:
     """One answer to score."""
 
@@ -212,7 +203,8 @@ def make_app(
     scorer: Scoring,
     truths: Truths | None,
     template: Template,
-    limits: RewardLimits = RewardLimits(),
+    max_body: int = 1 << 26,
+    max_answers: int = 4096,
     token: str | None = None,
 ) -> FastAPI:
     """Create the service. It closes the scorer when it stops.
@@ -221,7 +213,8 @@ def make_app(
         scorer: started processes.
         truths: ground truths of requests without labels, if there are any.
         template: finds question and response in text.
-        limits: of one request.
+        max_body: bytes of one request.
+        max_answers: of one request.
         token: clients have to send it.
     """
 
@@ -244,7 +237,8 @@ def make_app(
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
-        asked = parse(await read_body(request, limits.body, "send fewer answers at a time"), limits)
+        body = await read_body(request, max_body, "send fewer answers at a time")
+        asked = parse(body, max_answers)
         results: list[RewardResult | None] = [None] * len(asked)
         calls = []
         for number, item in enumerate(asked):
@@ -264,7 +258,7 @@ def make_app(
     return app
 
 
-def parse(body: bytes, limits: RewardLimits) -> list[Asked]:
+def parse(body: bytes, max_answers: int) -> list[Asked]:
     """Parse {"query" or "queries", "prompts", "labels"}: lists of the same length.
 
     `prompts` and `labels` may be missing. Other fields are ignored, as in OpenRLHF.
@@ -281,9 +275,9 @@ def parse(body: bytes, limits: RewardLimits) -> list[Asked]:
             else f"the body has no query; an example is {EXAMPLE}"
         )
     queries = _texts(value[given[0]], given[0])
-    if len(queries) > limits.answers:
+    if len(queries) > max_answers:
         raise wrong(
-            f"{given[0]} has {len(queries)} entries, at most {limits.answers} may be sent at a time"
+            f"{given[0]} has {len(queries)} entries, at most {max_answers} may be sent at a time"
         )
     columns = {}
     for name in ("prompts", "labels"):

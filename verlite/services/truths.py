@@ -69,7 +69,7 @@ class Truths:
 def read_truths(
     files: Sequence[str], input_key: str, answer_key: str | None, template: Template
 ) -> Truths:
-    """Read data sets: .json (a list of objects), .jsonl or .parquet.
+    """Read data sets: .json (a list of objects), .jsonl, .csv or .parquet.
 
     Args:
         files: the files.

@@ -24,12 +24,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from verlite.rollout.batched import FinishedRequest
+from verlite.rollout.batched import FinishedRequest, eos_ids
 from verlite.rollout.engines.kv_cache import CACHED_ATTENTION, KVCache
 from verlite.rollout.sampling import mix64, sample, uniform
 from verlite.rollout.types import Completion, EngineOptions, Sampling
@@ -105,7 +104,7 @@ class HFCore:
         self._kv_at_update = options.rollout.kv_at_update
         self._utilization = options.rollout.gpu_memory_utilization
         self._eos = torch.tensor(
-            sorted(eos_ids(model.path, self.model, self.tokenizer)),
+            eos_ids(model.path, self.model.config, self.tokenizer),
             dtype=torch.int64,
             device=self.device,
         )
@@ -665,24 +664,6 @@ class HFCore:
                 for text in texts
             ]
         return self._stop_candidates[stop]
-
-
-def eos_ids(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return every id that ends a sequence, by generation_config.json, the model's config or the
-    tokenizer."""
-    try:
-        # Read the file: a model built from its config alone does not.
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # the folder has no such file
-        generation = model.generation_config
-    found: set[int] = set()
-    for ids in (
-        generation.eos_token_id,
-        getattr(model.config, "eos_token_id", None),
-        tokenizer.eos_token_id,
-    ):
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return found
 
 
 def _list_of(row: Tensor) -> list[Any]:

@@ -85,46 +85,23 @@ class KVCache:
         window: int | None,
     ) -> Tensor:
         """Compute one layer's attention in the prepared pass: query [b, heads, q, D] -> [b, q,
-        heads, D]."""
+        heads, D].
+
+        In a pass over prompts it is causal within each prompt, and stores their keys and values; in
+        one over tokens, that of one new token per row over its cached context.
+        """
         if layer not in self._layers:
             self._layers[layer] = (
                 key.new_zeros(self.rows, key.shape[1], self.slots, key.shape[3]),
                 value.new_zeros(self.rows, value.shape[1], self.slots, value.shape[3]),
             )
+        keys, values = self._layers[layer]
         if self._prefill is not None:
-            return self._attend_prompts(layer, query, key, value, scale, window)
-        return self._attend_tokens(layer, query, key, value, scale, window)
-
-    def _attend_prompts(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        window: int | None,
-    ) -> Tensor:
-        """Causal attention within each prompt; stores its keys and values."""
-        assert self._prefill is not None
-        keys, values = self._layers[layer]
-        rows, source = self._prefill
-        length = key.shape[2]
-        keys[rows, :, :length] = key[source]
-        values[rows, :, :length] = value[source]
-        out = causal_attention(query, key, value, scale, window)
-        return out.transpose(1, 2)
-
-    def _attend_tokens(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        window: int | None,
-    ) -> Tensor:
-        """Attention of one new token per row over its cached context."""
-        keys, values = self._layers[layer]
+            rows, source = self._prefill
+            length = key.shape[2]
+            keys[rows, :, :length] = key[source]
+            values[rows, :, :length] = value[source]
+            return causal_attention(query, key, value, scale, window).transpose(1, 2)
         keys[self._index, :, self._positions] = key[:, :, 0]
         values[self._index, :, self._positions] = value[:, :, 0]
         n, heads, _, size = query.shape

@@ -8,16 +8,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from verlite.http.client import Client
-from verlite.rollout.batched import FinishedRequest
+from verlite.rollout.batched import FinishedRequest, eos_ids
 from verlite.rollout.servers.fit import Needs, check_fit, service
 from verlite.rollout.servers.pool import Ask, ServerPool
 from verlite.rollout.servers.sending import Delivery, Network, SharedFiles
 from verlite.rollout.servers.vllm_server import Reply, VLLMServer
 from verlite.rollout.types import EngineOptions, Sampling
-from verlite.spec.roles import ModelSpec
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.probe import Probe, gap
 
@@ -47,7 +46,7 @@ class ServerCore:
         self.vocab_size = config.get_text_config().vocab_size
         dtype = str(options.dtype).removeprefix("torch.")
         needs = Needs(self.max_model_len, self.vocab_size, dtype)
-        self._eos = eos_ids(model, config, self.tokenizer)
+        self._eos = eos_ids(model.path, config, self.tokenizer)
         self._by_network = rollout.weight_transport == "collective"
         self._bucket_bytes = rollout.sync_bucket_mb << 20
         self._delivery: Delivery | None = None
@@ -175,23 +174,6 @@ class ServerCore:
 
     def _run(self, call: Any) -> Any:
         return self._loop.run_until_complete(call)
-
-
-def eos_ids(model: ModelSpec, config: Any, tokenizer: Any) -> list[int]:
-    """Return every id that ends a sequence, by generation_config.json, the model's config or the
-    tokenizer."""
-    try:
-        generation = GenerationConfig.from_pretrained(model.path)
-    except OSError:  # the folder has no such file
-        generation = GenerationConfig()
-    found: set[int] = set()
-    for ids in (
-        generation.eos_token_id,
-        getattr(config, "eos_token_id", None),
-        tokenizer.eos_token_id,
-    ):
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return sorted(found)
 
 
 def _finished(number: int, reply: Reply) -> FinishedRequest:

@@ -164,21 +164,22 @@ class VLLMServer:
             prompt_ids: of the prompt.
             params: vLLM's SamplingParams.
         """
-        if self._has_token_endpoint:
-            body = {"token_ids": list(prompt_ids), "sampling_params": dict(params)}
-            try:
-                return await self._call(
-                    "POST", "/inference/v1/generate", body, self._long_s, _token_reply
-                )
-            except Refused as error:
-                self._use_completions(error)
-        return await self._complete(prompt_ids, params)
+        reply = await self._by_tokens(prompt_ids, params, _token_reply)
+        return await self._complete(prompt_ids, params) if reply is None else reply
 
-    def _use_completions(self, error: Refused) -> None:
-        """Ask /v1/completions from now on, if the other endpoint is missing; else raise."""
-        if error.status not in (403, 404):
-            raise error
+    async def _by_tokens(self, ids: Sequence[int], params: Mapping[str, Any], read: Any) -> Any:
+        """Ask the endpoint that takes token ids. None: the server has none, and /v1/completions is
+        asked from now on."""
+        if not self._has_token_endpoint:
+            return None
+        body = {"token_ids": list(ids), "sampling_params": dict(params)}
+        try:
+            return await self._call("POST", "/inference/v1/generate", body, self._long_s, read)
+        except Refused as error:
+            if error.status not in (403, 404):
+                raise
         self._has_token_endpoint = False
+        return None
 
     async def log_probs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-prob of each token but the first, at temperature 1."""
@@ -191,12 +192,9 @@ class VLLMServer:
                 for found, token in zip(scored[1:], ids[1:], strict=True)
             ]
 
-        if self._has_token_endpoint:
-            body = {"token_ids": list(ids), "sampling_params": params | {"detokenize": False}}
-            try:
-                return await self._call("POST", "/inference/v1/generate", body, self._long_s, read)
-            except Refused as error:
-                self._use_completions(error)
+        found: list[float] | None = await self._by_tokens(ids, params | {"detokenize": False}, read)
+        if found is not None:
+            return found
         body = {"model": await self._model_name(), "prompt": list(ids), **params}
         return await self._call("POST", "/v1/completions", body, self._long_s, read)
 
