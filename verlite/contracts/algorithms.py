@@ -6,6 +6,7 @@ need no model, no GPU and no config. `verlite contract` calls them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,10 @@ def check_estimator(
     """
     inputs = _advantage_inputs(extra)
     before = {k: v.clone() for k, v in vars(inputs).items() if isinstance(v, Tensor)}
-    results, problem = _attempt(estimator, inputs)
-    if problem:
-        return [problem]
+    try:
+        results = _attempt(estimator, inputs)
+    except _Raised as raised:
+        return [str(raised)]
     problems = _shape_problems(results, tuple(inputs.response_mask.shape))
     if problems:
         return problems
@@ -60,12 +62,12 @@ def check_estimator(
     if problems:
         return problems
     advantages = results[0]
-    return [
-        *_row_order_problems(estimator, inputs, advantages),
-        *_invalid_row_problems(estimator, extra),
-        *_empty_batch_problems(estimator, extra),
-        *_other_prompt_problems(estimator, extra, advantages, whitens),
-    ]
+    return _problems(
+        partial(_row_order_problems, estimator, inputs, advantages),
+        partial(_invalid_row_problems, estimator, extra),
+        partial(_empty_batch_problems, estimator, extra),
+        partial(_other_prompt_problems, estimator, extra, advantages, whitens),
+    )
 
 
 def _shape_problems(results: Any, shape: tuple[int, ...]) -> list[str]:
@@ -101,9 +103,7 @@ def _row_order_problems(
     estimator: Estimator, inputs: AdvantageInputs, advantages: Tensor
 ) -> list[str]:
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    moved, problem = _attempt(estimator, _rows(inputs, order))
-    if problem:
-        return [problem]
+    moved = _attempt(estimator, _rows(inputs, order))
     if _same(moved[0], advantages[order]):
         return []
     return ["the order of rows matters: group rows by inputs.uid (inputs.groups), not by position"]
@@ -114,12 +114,8 @@ def _invalid_row_problems(estimator: Estimator, extra: Extra) -> list[str]:
     others = torch.tensor([0, 1, 2, 3, 5])
     inputs = _advantage_inputs(extra, valid=torch.tensor([True] * 4 + [False, True]))
     inputs.token_level_rewards[4] = torch.nan
-    with_invalid, problem = _attempt(estimator, inputs)
-    if problem:
-        return [problem]
-    without, problem = _attempt(estimator, _rows(inputs, others))
-    if problem:
-        return [problem]
+    with_invalid = _attempt(estimator, inputs)
+    without = _attempt(estimator, _rows(inputs, others))
     if _same(with_invalid[0][others], without[0]):
         return []
     return [
@@ -130,9 +126,7 @@ def _invalid_row_problems(estimator: Estimator, extra: Extra) -> list[str]:
 
 def _empty_batch_problems(estimator: Estimator, extra: Extra) -> list[str]:
     nothing = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
-    empty, problem = _attempt(estimator, _advantage_inputs(extra, mask=nothing))
-    if problem:
-        return [problem]
+    empty = _attempt(estimator, _advantage_inputs(extra, mask=nothing))
     if (empty[0] == 0).all():
         return []
     return ["a batch without trainable tokens does not give zeros"]
@@ -145,9 +139,7 @@ def _other_prompt_problems(
     inputs = _advantage_inputs(extra)
     mine = torch.from_numpy(inputs.uid == "a")
     inputs.token_level_rewards[~mine] *= 3.0
-    after, problem = _attempt(estimator, inputs)
-    if problem:
-        return [problem]
+    after = _attempt(estimator, inputs)
     if whitens or _same(after[0][mine], advantages[mine]):
         return []
     return [
@@ -174,18 +166,19 @@ def check_policy_loss(loss: PolicyLoss, extra: Mapping[str, Any] | None = None) 
         extra: passed on as inputs.extra.
     """
     inputs = _loss_inputs(extra)
-    result, problem = _attempt_loss(loss, inputs)
-    if problem:
-        return [problem]
+    try:
+        result = _attempt_loss(loss, inputs)
+    except _Raised as raised:
+        return [str(raised)]
     problems = _ordinary_problems(result)
     if problems:
         return problems
-    return [
-        *_overflow_problems(loss, inputs),
-        *_sign_problems(loss, inputs),
-        *_micro_batch_problems(loss, inputs, result),
-        *_no_token_problems(loss, extra),
-    ]
+    return _problems(
+        partial(_overflow_problems, loss, inputs),
+        partial(_sign_problems, loss, inputs),
+        partial(_micro_batch_problems, loss, inputs, result),
+        partial(_no_token_problems, loss, extra),
+    )
 
 
 def _ordinary_problems(result: LossResult) -> list[str]:
@@ -211,9 +204,7 @@ def _overflow_problems(loss: PolicyLoss, inputs: PolicyLossInputs) -> list[str]:
         log_prob=torch.where(inputs.mask, new, 0.0),
         old_log_prob=torch.where(inputs.mask, old, 0.0),
     )
-    result, problem = _attempt_loss(loss, far)
-    if problem:
-        return [problem]
+    result = _attempt_loss(loss, far)
     if result[0].isfinite() and result[1].isfinite().all():
         return []
     return [
@@ -226,9 +217,7 @@ def _sign_problems(loss: PolicyLoss, inputs: PolicyLossInputs) -> list[str]:
     on_policy = replace(
         inputs, log_prob=inputs.old_log_prob.clone(), advantages=torch.ones_like(inputs.advantages)
     )
-    result, problem = _attempt_loss(loss, on_policy)
-    if problem:
-        return [problem]
+    result = _attempt_loss(loss, on_policy)
     if (result[1] <= 0).all():
         return []
     return ["on-policy, a positive advantage lowers the log-prob: the sign is wrong"]
@@ -237,12 +226,8 @@ def _sign_problems(loss: PolicyLoss, inputs: PolicyLossInputs) -> list[str]:
 def _micro_batch_problems(
     loss: PolicyLoss, inputs: PolicyLossInputs, whole: LossResult
 ) -> list[str]:
-    parts = []
-    for start in range(0, ROWS, 2):
-        part, problem = _attempt_loss(loss, _loss_rows(inputs, slice(start, start + 2)))
-        if problem:
-            return [problem]
-        parts.append(part)
+    pairs = [slice(start, start + 2) for start in range(0, ROWS, 2)]
+    parts = [_attempt_loss(loss, _loss_rows(inputs, pair)) for pair in pairs]
     value, gradient, metrics = whole
     problems = []
     total = torch.stack([part[0] for part in parts]).sum()
@@ -261,24 +246,37 @@ def _micro_batch_problems(
 
 def _no_token_problems(loss: PolicyLoss, extra: Extra) -> list[str]:
     nothing = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
-    result, problem = _attempt_loss(loss, _loss_inputs(extra, mask=nothing))
-    if problem:
-        return [problem]
+    result = _attempt_loss(loss, _loss_inputs(extra, mask=nothing))
     if result[0] == 0:
         return []
     loss_value = float(result[0])
     return [f"a micro-batch without trainable tokens has loss {loss_value}, expected 0"]
 
 
-def _attempt(function: Callable[[Any], Any], inputs: Any) -> tuple[Any, str]:
-    """Return the result and "", or None and the error: a user's function may raise anything."""
+class _Raised(Exception):
+    """The user's function raised an exception."""
+
+
+def _problems(*checks: Callable[[], list[str]]) -> list[str]:
+    """Return the problems that the checks find. A call that fails ends its check alone."""
+    problems = []
+    for check in checks:
+        try:
+            problems += check()
+        except _Raised as raised:
+            problems.append(str(raised))
+    return problems
+
+
+def _attempt(function: Callable[[Any], Any], inputs: Any) -> Any:
+    """Call a user's function, which may raise anything. Raises _Raised."""
     try:
-        return function(inputs), ""
+        return function(inputs)
     except Exception as error:
-        return None, f"raised {type(error).__name__}: {error}"
+        raise _Raised(f"raised {type(error).__name__}: {error}") from error
 
 
-def _attempt_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> tuple[Any, str]:
+def _attempt_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Any:
     return _attempt(lambda given: _loss_and_gradient(loss, given), inputs)
 
 

@@ -269,10 +269,8 @@ def _tools(talk: Talk) -> str:
 
 
 def _sub_agents(talk: Talk) -> str:
-    main, sub = (
-        [talk.opening("Plan a trip.")],
-        [_system("You are a helper."), talk.opening("Find a hotel.")],
-    )
+    main = [talk.opening("Plan a trip.")]
+    sub = [_system("You are a helper."), talk.opening("Find a hotel.")]
     first = talk.ask(main)
     second = talk.ask(sub)
     if second.prompt[: len(first.context)] == first.context:
@@ -404,21 +402,11 @@ def _limit(dialect: Dialect) -> str:
 def _edited(talk: Talk) -> str:
     history = [talk.opening("Name a fruit.")]
     turn = talk.ask(history)
-    edited = talk.ask([*history, {"role": "assistant", "content": "A pear, I said."}, user("Ok.")])
+    other = [*history, {"role": "assistant", "content": "A pear, I said."}, user("Ok.")]
+    edited = talk.ask(other)
     if edited.prompt[: len(turn.context)] == turn.context:
         raise Broken("an edited answer was replaced by the one that the model gave")
-    exact(
-        edited,
-        talk.ask(
-            [
-                *history,
-                {"role": "assistant", "content": "A pear, I said."},
-                user("Ok."),
-                *edited.said,
-                user("Go on."),
-            ]
-        ),
-    )
+    exact(edited, talk.ask([*other, *edited.said, user("Go on.")]))
     exact(turn, talk.ask([*history, *turn.said, user("Ok.")]))
     return "an edited answer, and the given one"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from verlite.http.client import Client, Refused, Retry, Server, Slow
@@ -10,6 +11,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False)
 class Batches(Generic[Item, Result]):
     """Ask a service about items, `size` of them per request.
 
@@ -19,37 +21,25 @@ class Batches(Generic[Item, Result]):
     success, up to `largest`. With `alone` each item has its own request.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        largest: int,
-        send: Callable[[Server, Sequence[Item], float], Awaitable[Sequence[Result]]],
-        deadline: Callable[[Item], float],
-        succeeded: Callable[[Item, Result, int], None],
-        failed: Callable[[Item, Exception], None],
-        window_s: float = 0.0,
-    ) -> None:
-        """Describe the requests.
+    client: Client
+    """Of the service; it must be open when requests are sent."""
+    largest: int
+    """Items in one request."""
+    send: Callable[[Server, Sequence[Item], float], Awaitable[Sequence[Result]]]
+    """(server, items, seconds left) -> one result per item, in order."""
+    deadline: Callable[[Item], float]
+    """Returns when an item must be answered, as a value of time.monotonic()."""
+    succeeded: Callable[[Item, Result, int], None]
+    """Gets each item, its result, and the number of attempts that failed before."""
+    failed: Callable[[Item, Exception], None]
+    """Gets each other item and the cause: Refused, Unavailable, or an error of `send` or
+    `succeeded`."""
+    window_s: float = 0.0
+    """How long an item waits for others to share its request."""
+    alone: bool = False
 
-        Args:
-            client: of the service; it must be open when requests are sent.
-            largest: items in one request.
-            send: (server, items, seconds left) -> one result per item, in order.
-            deadline: returns when an item must be answered, as a value of time.monotonic().
-            succeeded: gets each item, its result, and the number of attempts that failed before.
-            failed: gets each other item and the cause: Refused, Unavailable, or an error of
-                `send` or `succeeded`.
-            window_s: how long an item waits for others to share its request.
-        """
-        self.size = largest
-        self.alone = False
-        self._client = client
-        self._largest = largest
-        self._send = send
-        self._deadline = deadline
-        self._succeeded = succeeded
-        self._failed = failed
-        self._window_s = window_s
+    def __post_init__(self) -> None:
+        self.size = self.largest
         self._waiting: list[Item] = []
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -60,7 +50,7 @@ class Batches(Generic[Item, Result]):
         if len(self._waiting) >= self.size:
             self.flush()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._window_s, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(self.window_s, self.flush)
 
     def flush(self) -> None:
         """Send the items that wait for others."""
@@ -96,19 +86,19 @@ class Batches(Generic[Item, Result]):
                 )
         except Exception as error:  # any exception must reach those who wait for the items
             for item in items:
-                self._failed(item, error)
+                self.failed(item, error)
 
     async def _together(self, items: Sequence[Item], tries: int) -> int:
         """Return 0 if all items are answered, else the failed attempts: the request is split."""
 
         def send(server: Server, left_s: float) -> Awaitable[Sequence[Result]]:
-            return self._send(server, items, left_s)
+            return self.send(server, items, left_s)
 
         several = len(items) > 1
         try:
-            answer = await self._client.call(
+            answer = await self.client.call(
                 send,
-                lambda: max(self._deadline(item) for item in items),
+                lambda: max(self.deadline(item) for item in items),
                 tries=tries,
                 raise_retry=several,
             )
@@ -121,7 +111,7 @@ class Batches(Generic[Item, Result]):
             if error.tries == 1 and isinstance(error, Slow):
                 self.size = max(1, len(items) // 2)
             return error.tries
-        self.size = min(self._largest, self.size + (not answer.tries))
+        self.size = min(self.largest, self.size + (not answer.tries))
         for item, result in zip(items, answer.value, strict=True):
-            self._succeeded(item, result, answer.tries)
+            self.succeeded(item, result, answer.tries)
         return 0

@@ -28,41 +28,29 @@ class _Waiting(Generic[Job, Answer]):
     )
 
 
+@dataclass(eq=False)
 class Desk(Generic[Job, Answer]):
     """A queue in front of what computes. One thread computes, so the event loop is free.
 
     Waiting jobs are computed together as far as they fit. A job whose client has disconnected is
     dropped.
-
-    lost: what computes has failed for good.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[list[Job]], list[Answer]],
-        size: Callable[[Job], int],
-        room: int,
-        *,
-        kind: Callable[[Job], object] = lambda job: None,
-        on_lost: Callable[[], None] | None = None,
-    ) -> None:
-        """Describe the computation.
+    compute: Callable[[list[Job]], list[Answer]]
+    """Jobs -> their answers, in order. It runs in the thread."""
+    size: Callable[[Job], int]
+    """Of a job."""
+    room: int
+    """Jobs of at most this size together are computed together. A larger one is computed alone."""
+    kind: Callable[[Job], object] = lambda job: None
+    """Only jobs of one kind are computed together."""
+    on_lost: Callable[[], None] | None = None
+    """An error of `compute` is final, and this is called then. None: it is the error of its jobs,
+    and the next ones are computed."""
+    lost: bool = False
+    """What computes has failed for good."""
 
-        Args:
-            compute: jobs -> their answers, in order. It runs in the thread.
-            size: of a job.
-            room: jobs of at most this size together are computed together. A larger one is
-                computed alone.
-            kind: only jobs of one kind are computed together.
-            on_lost: an error of `compute` is final, and this is called then. None: it is the error
-                of its jobs, and the next ones are computed.
-        """
-        self.lost = False
-        self._compute = compute
-        self._size = size
-        self._room = room
-        self._kind = kind
-        self._on_lost = on_lost
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._waiting: deque[_Waiting[Job, Answer]] = deque()
         self._arrival = asyncio.Event()
@@ -99,14 +87,14 @@ class Desk(Generic[Job, Answer]):
     def _take(self) -> list[_Waiting[Job, Answer]]:
         """Return the first job and those behind it that can be computed together with it."""
         taken = [self._waiting.popleft()]
-        kind, room = self._kind(taken[0].job), self._room - self._size(taken[0].job)
+        kind, room = self.kind(taken[0].job), self.room - self.size(taken[0].job)
         while (
             self._waiting
-            and self._size(self._waiting[0].job) <= room
-            and self._kind(self._waiting[0].job) == kind
+            and self.size(self._waiting[0].job) <= room
+            and self.kind(self._waiting[0].job) == kind
         ):
             taken.append(self._waiting.popleft())
-            room -= self._size(taken[-1].job)
+            room -= self.size(taken[-1].job)
         if not self._waiting:
             self._arrival.clear()
         return taken
@@ -115,18 +103,18 @@ class Desk(Generic[Job, Answer]):
         jobs = [waiting.job for waiting in batch]
         loop = asyncio.get_running_loop()
         try:
-            answers = await loop.run_in_executor(self._thread, self._compute, jobs)
+            answers = await loop.run_in_executor(self._thread, self.compute, jobs)
             for waiting, answer in zip(batch, answers, strict=True):
                 if not waiting.answer.done():
                     waiting.answer.set_result(answer)
         except Exception as error:
-            self.lost = self._on_lost is not None
+            self.lost = self.on_lost is not None
             for waiting in [*batch, *self._waiting] if self.lost else batch:
                 if not waiting.answer.done():
                     waiting.answer.set_exception(Lost() if self.lost else error)
-            if self._on_lost:
+            if self.on_lost:
                 LOG.exception("the model failed; the service stops")
-                self._on_lost()
+                self.on_lost()
 
 
 async def _dropped(waiting: _Waiting[Any, Any]) -> bool:

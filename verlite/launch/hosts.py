@@ -195,26 +195,23 @@ class Interrupted(Exception):
     """A signal ended the launcher before the training began."""
 
 
+@dataclass(eq=False)
 class Launcher:
-    """Runs one training. Use `run` once, in the main thread.
+    """Runs one training. Use `run` once, in the main thread."""
 
-    Args:
-        wait_s: how long Ray's start may take on all hosts together.
-        service_wait_s: how long to wait for a service to become healthy.
-    """
+    job: HostsRun
+    remote: Remote
+    say: Say
+    wait_s: float
+    """How long Ray's start may take on all hosts together."""
+    service_wait_s: float
+    """How long to wait for a service to become healthy."""
 
-    def __init__(
-        self, job: HostsRun, remote: Remote, say: Say, wait_s: float, service_wait_s: float
-    ) -> None:
-        self._job = job
-        self._remote = remote
-        self._say = say
-        self._wait_s = wait_s
-        self._service_wait_s = service_wait_s
+    def __post_init__(self) -> None:
         self._signals: list[int] = []
         self._heart = Heart()
         # Hidden, and on the shared folder: the head's address and the cluster's token.
-        self._shared = job.run_dir.parent / f".launch-{secrets.token_hex(4)}"
+        self._shared = self.job.run_dir.parent / f".launch-{secrets.token_hex(4)}"
 
     def run(self) -> int:
         """Return the exit code of the run.
@@ -227,19 +224,19 @@ class Launcher:
         before.append((signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN)))
         nodes: list[Session] = []
         try:
-            self._job.logs.mkdir(parents=True, exist_ok=True)
+            self.job.logs.mkdir(parents=True, exist_ok=True)
             self._shared.mkdir(mode=0o700, parents=True)
             self._check_hosts()
             nodes = self._start_ray()
             return self._train(nodes)
         except Interrupted:
-            self._say(f"stopped by {signal.Signals(self._signals[0]).name} before the training")
+            self.say(f"stopped by {signal.Signals(self._signals[0]).name} before the training")
             return 128 + self._signals[0]
         except OSError as error:
             raise ClusterError(f"{error.filename} cannot be written: {error.strerror}") from None
         finally:
             if nodes:
-                self._say(f"stopping Ray on {len(nodes)} hosts")
+                self.say(f"stopping Ray on {len(nodes)} hosts")
             end_all(nodes[::-1], RAY_STOP_S)
             self._heart.stop()
             for file in self._shared.glob("*"):
@@ -255,11 +252,11 @@ class Launcher:
         Raises:
             ClusterError: with every problem of every host.
         """
-        job = self._job
+        job = self.job
         nonce = self._shared / "check"
         nonce.write_text(secrets.token_hex(8), encoding="utf-8")
         for name, url, _ in job.services:
-            self._say(f"{name} service: {url}")
+            self.say(f"{name} service: {url}")
         sessions = []
         for host in job.hosts:
             expected = Expected(
@@ -268,14 +265,14 @@ class Launcher:
                 host.slots if job.gpus else 0,
                 os.path.abspath(job.model) if job.model else "",
                 job.services,
-                self._service_wait_s,
+                self.service_wait_s,
             )
             command = ["-m", "verlite.launch.host_check", expected.text()]
             sessions.append(self._session(host.target, command))
         try:
             self._wait(
                 lambda: all(session.code is not None for session in sessions),
-                CHECK_S + self._service_wait_s * max(1, len(job.services)),
+                CHECK_S + self.service_wait_s * max(1, len(job.services)),
             )
             problems = [text for session in sessions for text in _problems(session)]
         finally:
@@ -286,7 +283,7 @@ class Launcher:
             raise ClusterError("\n".join(dict.fromkeys(problems)))
         names = ", ".join(host.name for host in job.hosts)
         healthy = " and of the services" if job.services else ""
-        self._say(f"checked {len(job.hosts)} hosts ({names}){healthy}")
+        self.say(f"checked {len(job.hosts)} hosts ({names}){healthy}")
 
     def _start_ray(self) -> list[Session]:
         """Start Ray on all hosts; return its sessions, in the order of the ranks.
@@ -294,7 +291,7 @@ class Launcher:
         Raises:
             ClusterError: a host's Ray did not start. Those of the others are ended.
         """
-        job = self._job
+        job = self.job
         started: set[int] = set()
         sessions = []
         for rank, host in enumerate(job.hosts):
@@ -303,7 +300,7 @@ class Launcher:
                 devices = [f"--num-gpus={host.slots}"]
             command = ["-m", "verlite", "cluster", "start", "--block", f"--rank={rank}"]
             command += [f"--shared={self._shared}", f"--port={job.nodes.master_port}"]
-            command += [f"--wait={self._wait_s}", *devices]
+            command += [f"--wait={self.wait_s}", *devices]
 
             def heard(line: str, rank: int = rank) -> None:
                 if line == "Ray started":
@@ -323,7 +320,7 @@ class Launcher:
                     len(started) == len(sessions)
                     or any(session.code is not None for session in sessions)
                 ),
-                self._wait_s + 60,
+                self.wait_s + 60,
             )
             missing = [session for rank, session in enumerate(sessions) if rank not in started]
             ended = [session for session in sessions if session.code is not None]
@@ -332,12 +329,12 @@ class Launcher:
             if missing:
                 last = [f"{one.name} ({one.last[-1] if one.last else '...'})" for one in missing]
                 raise ClusterError(
-                    f"Ray did not start within {self._wait_s:.0f} s (--wait) on {', '.join(last)}"
+                    f"Ray did not start within {self.wait_s:.0f} s (--wait) on {', '.join(last)}"
                 )
         except BaseException:
             end_all(sessions[::-1], RAY_STOP_S)
             raise
-        self._say(
+        self.say(
             f"Ray runs on {len(sessions)} hosts, {job.hosts[0].slots} devices each; "
             f"head: {job.hosts[0].name}"
         )
@@ -345,11 +342,11 @@ class Launcher:
 
     def _train(self, nodes: list[Session]) -> int:
         """Run the driver on the head; return its exit code."""
-        log = self._job.logs / "train.log"
-        self._say(f"training; the output is in {log}, too")
+        log = self.job.logs / "train.log"
+        self.say(f"training; the output is in {log}, too")
         driver = self._session(
-            self._job.hosts[0].target,
-            ["-m", "verlite.main_ppo", *self._job.arguments],
+            self.job.hosts[0].target,
+            ["-m", "verlite.main_ppo", *self.job.arguments],
             log=log,
             on_line=lambda line: print(line, flush=True),
         )
@@ -361,15 +358,15 @@ class Launcher:
                 while sent < len(self._signals):
                     number = self._signals[sent]
                     driver.signal(signal.SIGTERM if number == signal.SIGHUP else number)
-                    self._say(f"{signal.Signals(number).name}: passed on to the training")
+                    self.say(f"{signal.Signals(number).name}: passed on to the training")
                     sent += 1
                 ended = [node for node in nodes if node.code is not None]
                 if ended and lost_at is None:
                     lost_at = time.monotonic()
                     for node in ended:
-                        self._say(f"Ray has ended on {node.name}: {node.why()}")
+                        self.say(f"Ray has ended on {node.name}: {node.why()}")
                 if lost_at is not None and time.monotonic() - lost_at > DRIVER_NOTICES_S:
-                    self._say(
+                    self.say(
                         f"the training has not ended {DRIVER_NOTICES_S:.0f} s later: ending it"
                     )
                     return 1
@@ -382,7 +379,7 @@ class Launcher:
         return code
 
     def _session(self, target: str, arguments: list[str], **options: object) -> Session:
-        session = Session(self._remote, target, arguments, **options)  # type: ignore[arg-type]
+        session = Session(self.remote, target, arguments, **options)  # type: ignore[arg-type]
         return self._heart.add(session)
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from verlite.http.client import Broken, Down, Refused, Retry, Slow
@@ -93,29 +93,23 @@ class ServedWeights:
     name: str
 
 
+@dataclass(eq=False)
 class ServerPool:
-    """The servers of a run. All methods run in one event loop.
+    """The servers of a run. All methods run in one event loop."""
 
-    Args:
-        servers: at least one.
-        check: raises Unfit if a server with these settings cannot be used.
-        wait_s: how long the pool waits while no server serves; below 0 without end.
-        request_s: a server with requests that finishes none for so long has failed.
-    """
+    servers: InitVar[Iterable[VLLMServer]]
+    """At least one."""
+    check: Callable[[ServerSettings], None]
+    """Raises Unfit if a server with these settings cannot be used."""
+    wait_s: float
+    """How long the pool waits while no server serves; below 0 without end."""
+    request_s: float
+    """A server with requests that finishes none for so long has failed."""
 
-    def __init__(
-        self,
-        servers: Iterable[VLLMServer],
-        check: Callable[[ServerSettings], None],
-        wait_s: float,
-        request_s: float,
-    ) -> None:
+    def __post_init__(self, servers: Iterable[VLLMServer]) -> None:
         self.members = [Member(server) for server in servers]
         self.finished: list[tuple[int, Reply]] = []
         self.fatal: Exception | None = None
-        self._check = check
-        self._wait_s = wait_s
-        self._request_s = request_s
         self._waiting: deque[Ask] = deque()
         self._watchers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -312,10 +306,10 @@ class ServerPool:
         if version != self._weights.name:
             raise _Failed(self._other_weights(version))
         idle_s = time.monotonic() - member.progress
-        if member.running and idle_s > self._request_s:
+        if member.running and idle_s > self.request_s:
             raise _Failed(
                 f"it finished none of {len(member.running)} requests for {idle_s:.0f} s "
-                f"(rollout.request_timeout_s={self._request_s:g})"
+                f"(rollout.request_timeout_s={self.request_s:g})"
             )
 
     def _other_weights(self, version: str) -> str:
@@ -347,7 +341,7 @@ class ServerPool:
 
     async def _settle(self, member: Member) -> None:
         settings = await member.server.settings()
-        self._check(settings)
+        self.check(settings)
         member.room = max(1, int(settings.max_num_seqs * _AHEAD))
 
     def _join(self, member: Member) -> None:
@@ -387,14 +381,14 @@ class ServerPool:
             self._serving = now
             return
         waited = now - self._serving
-        if 0 <= self._wait_s <= waited:
+        if 0 <= self.wait_s <= waited:
             raise self._no_server("serves")
         if waited and now - self._said > _SAY_S:
             self._said = now
             log.warning("waiting for a generation server: %s", self._problems())
 
     def _no_server(self, what: str) -> NoServer:
-        limit = f"actor_rollout_ref.rollout.server_wait_s={self._wait_s:g}"
+        limit = f"actor_rollout_ref.rollout.server_wait_s={self.wait_s:g}"
         return NoServer(f"no generation server {what} within {limit}: {self._problems()}")
 
     def _problems(self) -> str:
@@ -418,9 +412,9 @@ class ServerPool:
                     self._leave(member, str(result))
             if any(result is None for result in results):
                 return
-            if 0 <= self._wait_s <= time.monotonic() - began:
+            if 0 <= self.wait_s <= time.monotonic() - began:
                 raise self._no_server(what)
-            await asyncio.sleep(min(BEAT_S, max(self._wait_s, 0.1)))
+            await asyncio.sleep(min(BEAT_S, max(self.wait_s, 0.1)))
 
     async def _of_all(self, call: Callable[[VLLMServer], Awaitable[Any]]) -> dict[Member, Any]:
         """Call the servers that serve. Those that fail leave the pool."""

@@ -55,27 +55,26 @@ class ServerSettings:
     weight_transfer: str | None
 
 
+@dataclass(eq=False)
 class VLLMServer:
-    """The calls of one server. All raise the errors of `Client.attempt`.
+    """The calls of one server. All raise the errors of `Client.attempt`."""
 
-    Args:
-        client: open whenever a method runs.
-        server: the server's address.
-        timeout_s: of a call that needs no computation.
-        long_s: of a call that generates or loads weights.
-    """
+    client: Client
+    """Open whenever a method runs."""
+    server: Server
+    """Its address."""
+    timeout_s: float
+    """Of a call that needs no computation."""
+    long_s: float
+    """Of a call that generates or loads weights."""
 
-    def __init__(self, client: Client, server: Server, timeout_s: float, long_s: float) -> None:
-        self._client = client
-        self._server = server
-        self._base = server.url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._long_s = long_s
+    def __post_init__(self) -> None:
+        self._base = self.server.url.rstrip("/")
         self._model: str | None = None
         self._has_token_endpoint = True
 
     def __str__(self) -> str:
-        return str(self._server)
+        return str(self.server)
 
     async def version(self) -> str:
         """Return the name of the weights. It passes through vLLM's engine loop, so an answer also
@@ -114,7 +113,7 @@ class VLLMServer:
         """Return the fingerprint of the weights in its workers, measured now."""
         from verlite.rollout.engines.vllm_worker import combine_shards
 
-        return combine_shards(await self._workers("verlite_fingerprints", self._long_s))
+        return combine_shards(await self._workers("verlite_fingerprints", self.long_s))
 
     async def install(self, delivery: "Delivery", version: str) -> None:
         """Replace all weights and drop what was computed with earlier ones.
@@ -131,7 +130,7 @@ class VLLMServer:
         try:
             async with delivery.to(self._base) as update:
                 body = {"update_info": dict(update)}
-                await self._call("POST", "/update_weights", body, self._long_s)
+                await self._call("POST", "/update_weights", body, self.long_s)
         except (TransportError, OSError) as error:
             raise Retry(f"the weights could not be sent: {error}") from error
         await self._call("POST", "/finish_weight_update", {"weight_version": version})
@@ -174,7 +173,7 @@ class VLLMServer:
             return None
         body = {"token_ids": list(ids), "sampling_params": dict(params)}
         try:
-            return await self._call("POST", "/inference/v1/generate", body, self._long_s, read)
+            return await self._call("POST", "/inference/v1/generate", body, self.long_s, read)
         except Refused as error:
             if error.status not in (403, 404):
                 raise
@@ -196,7 +195,7 @@ class VLLMServer:
         if found is not None:
             return found
         body = {"model": await self._model_name(), "prompt": list(ids), **params}
-        return await self._call("POST", "/v1/completions", body, self._long_s, read)
+        return await self._call("POST", "/v1/completions", body, self.long_s, read)
 
     async def _complete(self, prompt_ids: Sequence[int], params: Mapping[str, Any]) -> Reply:
         """Generate by /v1/completions, whose answers do not name the weights."""
@@ -208,7 +207,7 @@ class VLLMServer:
             **own,
         }
         before = await self.version()
-        reply = await self._call("POST", "/v1/completions", body, self._long_s, _completion_reply)
+        reply = await self._call("POST", "/v1/completions", body, self.long_s, _completion_reply)
         return Reply(
             reply.ids,
             reply.log_probs,
@@ -254,12 +253,12 @@ class VLLMServer:
             except (KeyError, IndexError, TypeError) as error:
                 raise ValueError(f"{type(error).__name__}: {error}") from error
 
-        return await self._client.attempt(
+        return await self.client.attempt(
             self._base + path,
             body,
             checked,
             method=method,
-            limit_s=limit_s or self._timeout_s,
+            limit_s=limit_s or self.timeout_s,
             what=f"{method} {path}",
         )
 
