@@ -41,12 +41,6 @@ MUTANTS = [
         SERVER_TESTS,
     ),
     Mutant(
-        "a request leaves the server that the caller chose",
-        CLIENT + "Client.call",
-        argument("server", lambda server: None),
-        CLIENT_TESTS,
-    ),
-    Mutant(
         "a failing server is never paused",
         CLIENT + "PAUSE_AFTER",
         constant(10**9),
