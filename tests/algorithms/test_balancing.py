@@ -84,6 +84,21 @@ def test_micro_batches_respect_the_cap(seed: int) -> None:
     assert totals(lengths, parts) == sorted(totals(lengths, parts), reverse=True)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_micro_batches_are_not_more_than_those_of_best_fit(seed: int) -> None:
+    """Of samples that nearly fill a micro-batch, even totals would leave too little room."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(20, 90) for _ in range(60)]
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = sorted(room for room in rooms if room >= length)
+        if fitting:
+            rooms.remove(fitting[0])
+        rooms.append((fitting or [100])[0] - length)
+    parts = micro_batches_by_tokens(lengths, 100)
+    assert len(parts) <= len(rooms) and max(totals(lengths, parts)) <= 100
+
+
 def test_micro_batches_of_empty_input_and_oversized_sample() -> None:
     assert micro_batches_by_tokens([], 10) == [[]]
     assert micro_batches_by_tokens([3], 10) == [[0]]

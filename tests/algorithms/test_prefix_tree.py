@@ -111,7 +111,7 @@ def test_no_other_runs_of_rows_are_fewer_or_more_even(seed: int) -> None:
     before = np.array(shared)
     total = np.array([0, *itertools.accumulate(map(len, in_order))])
     total[1:] -= before.cumsum()
-    runs = _runs(range(len(rows)), total, before, limit)
+    runs = _runs(total, before, limit)
     assert sorted(itertools.chain(*runs)) == list(range(len(rows)))
     found = part_sizes(list(map(list, runs)), in_order)
     best = (len(rows) + 1, 0)
@@ -127,10 +127,9 @@ def test_no_other_runs_of_rows_are_fewer_or_more_even(seed: int) -> None:
     ("trees", "sizes"),
     [
         ([(2, [6, 2]), (2, [6, 2]), (1, [1]), (1, [1])], [12, 12]),  # whole, each with a small one
-        ([(2, [4, 7, 2, 2]), (1, [2])], [10, 12]),  # runs 4, 7 and 2 2, which cost 6 + 9 + 6
         ([(1, [5, 7, 4, 2])], [10, 10]),  # samples: 5 and 4, 7 and 2
         ([(2, [6]), (2, [1, 6, 4])], [11, 12]),  # runs of all samples: the second is divided
-        ([(2, [2]), (1, [3, 6, 9])], [4, 10, 10]),  # runs, with fewer tokens than samples
+        ([(3, [4, 6, 1])], [7, 10]),  # runs 4 and 6 1: fewer tokens than samples 4 1 and 6
     ],
 )
 def test_the_way_with_the_fewest_micro_batches_wins(

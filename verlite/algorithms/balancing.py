@@ -1,8 +1,9 @@
 """Balance samples over ranks and micro-batches so that all take about the same time."""
 
+import bisect
 import heapq
+import itertools
 from collections.abc import Sequence
-from itertools import chain, pairwise
 
 import numpy as np
 
@@ -142,13 +143,31 @@ def micro_batches_by_tokens(
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     _refuse_longer(tokens, max_tokens)
-    count = max(-(-int(tokens.sum()) // max_tokens), 1)
-    while True:
+    best = _best_fit(tokens.tolist(), max_tokens)
+    fewest, most = max(-(-int(tokens.sum()) // max_tokens), 1), len(best)
+    while fewest <= most:
+        count = (fewest + most) // 2
         parts = karmarkar_karp(tokens, count)
-        totals = [int(tokens[part].sum()) for part in parts]
-        if max(totals) <= max_tokens:
-            return [parts[i] for i in sorted(range(count), key=lambda i: -totals[i])]
-        count += 1
+        if max(int(tokens[part].sum()) for part in parts) <= max_tokens:
+            best, most = parts, count - 1
+        else:
+            fewest = count + 1
+    return sorted(best, key=lambda part: -int(tokens[part].sum()))
+
+
+def _best_fit(tokens: list[int], max_tokens: int) -> list[list[int]]:
+    """Put each sample, the longest first, into the fullest micro-batch that has room for it."""
+    parts: list[list[int]] = [[]]
+    rooms = [(max_tokens, 0)]  # (tokens that fit, micro-batch), sorted
+    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        place = bisect.bisect_left(rooms, (tokens[i], 0))
+        if place == len(rooms):
+            rooms.append((max_tokens, len(parts)))
+            parts.append([])
+        room, part = rooms.pop(place)
+        parts[part].append(i)
+        bisect.insort(rooms, (room - tokens[i], part))
+    return [sorted(part) for part in parts]
 
 
 def _refuse_longer(tokens: np.ndarray, max_tokens: int) -> None:
@@ -171,9 +190,9 @@ def micro_batches_of_tree(
     """Split sorted samples that share prefixes into micro-batches that compute each distinct token
     once.
 
-    Trees (samples that share a prefix) are packed whole as by `micro_batches_by_tokens`; those that
-    are too large are divided into runs of neighbors, or into samples. Or all samples are divided
-    into runs of neighbors. The way with the fewest micro-batches wins, then the one with the fewest
+    Trees (samples that share a prefix) are packed whole as by `micro_batches_by_tokens`; of those
+    that are too large, each sample by itself. Or all samples are divided into runs of neighbors,
+    which are packed. The way with the fewest micro-batches wins, then the one with the fewest
     tokens.
 
     Args:
@@ -194,39 +213,28 @@ def micro_batches_of_tree(
     def tokens(run: range) -> int:
         return int(total[run.stop] - total[run.start] + before[run.start])
 
-    def runs(of: range) -> list[range]:
-        return _runs(of, total, before, max_tokens)
-
     roots = [*(before == 0).nonzero()[0].tolist(), len(lengths)]
-    trees = [range(begin, end) for begin, end in pairwise(roots)]
-    ways = []
-    for pieces in (
-        [
-            [tree] if tokens(tree) <= max_tokens else [tree[i : i + 1] for i in range(len(tree))]
-            for tree in trees
-        ],
-        [runs(tree) for tree in trees],
-        [runs(range(len(lengths)))],
-    ):
-        units = list(chain(*pieces))
-        sizes = [tokens(unit) for unit in units]
-        parts = micro_batches_by_tokens(sizes, max_tokens)
-        rows = [[i for number in part for i in units[number]] for part in parts]
-        ways.append((len(parts), sum(sizes), rows))
-    _, _, rows = min(ways, key=lambda way: way[:2])
-    most = MOST_PATHS * max_tokens
-    return [half for part in rows for half in _halves(part, lengths, most)]
+    trees: list[range] = []
+    for begin, end in itertools.pairwise(roots):
+        whole = range(begin, end)
+        fits = tokens(whole) <= max_tokens
+        trees += [whole] if fits else [range(i, i + 1) for i in whole]
+    ways = [trees, _runs(total, before, max_tokens)]
+    sizes = [list(map(tokens, way)) for way in ways]
+    best = min((0, 1), key=lambda way: (len(_best_fit(sizes[way], max_tokens)), sum(sizes[way])))
+    parts = micro_batches_by_tokens(sizes[best], max_tokens)
+    rows = [[i for number in part for i in ways[best][number]] for part in parts]
+    return [half for part in rows for half in _halves(part, lengths, MOST_PATHS * max_tokens)]
 
 
-def _runs(of: range, total: np.ndarray, before: np.ndarray, max_tokens: int) -> list[range]:
+def _runs(total: np.ndarray, before: np.ndarray, max_tokens: int) -> list[range]:
     """Divide samples into the fewest runs of neighbors; of these ways, take the one with the least
     sum of squares of their tokens: the runs are even, and few prefixes are divided.
 
     Args:
-        total: new tokens of all samples before each one.
+        total: new tokens of all samples before each one, and of all.
         before: tokens that each sample shares with the one before it.
     """
-    total, before = total[of.start : of.stop + 1], before[of.start : of.stop]
     size = len(total)
     # Of the first samples: number of runs, sum of squares, first sample of the last one.
     count, squares, begin = np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64)
@@ -240,7 +248,7 @@ def _runs(of: range, total: np.ndarray, before: np.ndarray, max_tokens: int) -> 
         count[end], squares[end], begin[end] = count[low] + 1, sums[best], low + best
     runs, end = [], size - 1
     while end:
-        runs.append(of[begin[end] : end])
+        runs.append(range(begin[end], end))
         end = int(begin[end])
     return runs
 
