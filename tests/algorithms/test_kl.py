@@ -11,8 +11,7 @@ import torch
 from tests.algorithms.differential import COMPARISONS, check
 from verlite.algorithms.kl import (
     KL_KINDS,
-    AdaptiveKLController,
-    FixedKLController,
+    KLController,
     kl_estimate,
     kl_loss,
 )
@@ -120,16 +119,16 @@ def test_penalty_agrees_with_the_naive_reference(kind: str) -> None:
 
 
 def test_controllers() -> None:
-    adaptive = AdaptiveKLController(0.1, target=2.0, horizon=100)
+    adaptive = KLController(0.1, target=2.0, horizon=100)
     adaptive.update(current_kl=2.2, n_steps=10)  # error 0.1
     assert adaptive.value == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
     adaptive.update(current_kl=100.0, n_steps=10)  # error clipped to 0.2
     assert adaptive.value == pytest.approx(0.1 * 1.01 * 1.02)
     adaptive.update(current_kl=0.0, n_steps=10)
     assert adaptive.value == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
-    resumed = AdaptiveKLController(9.0, target=2.0, horizon=100)
+    resumed = KLController(9.0, target=2.0, horizon=100)
     resumed.load_state_dict(adaptive.state_dict())
     assert resumed == adaptive
-    fixed = FixedKLController(0.1)
+    fixed = KLController(0.1)
     fixed.update(100.0, 10)
     assert fixed.value == 0.1 and fixed.state_dict() == {"value": 0.1}

@@ -695,7 +695,7 @@ def test_trainer_provides_inputs_of_every_estimator(material, name):
         [[5]] * 4, ["a", "a", "b", "b"], [([6, 7, 8], [1] * 3, [-0.5] * 3, "done")] * 4
     ).with_batch(scores=torch.rand(4))
     measured = {
-        "values": "values" in catalog.measured(name),
+        "values": "values" in catalog.estimator(name).measured,
         "sum_pi_squared": plan.needs_sum_pi_squared,
         "old_log_probs": plan.needs_old_log_probs,
     }

@@ -17,7 +17,7 @@ from tests.models import tiny_tokenizer
 from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
 from tests.trainer.test_stages import dense, fake_run, validation_run
 from tests.workers.test_objectives import ObjectivePlan, config, value_spec
-from verlite.algorithms.kl import FixedKLController
+from verlite.algorithms.kl import KLController
 from verlite.config.compile import policy_loss_spec
 from verlite.control import limits
 from verlite.engine.fsdp import Counts
@@ -498,7 +498,7 @@ def assert_same(got, want, estimator, kl):
 
 def estimated(estimator, batch, kl=False):
     """Return the padded batch with advantages, and the metrics."""
-    run = fake_run(kl=FixedKLController(0.1))
+    run = fake_run(kl=KLController(0.1))
     algorithm = run.config.algorithm
     algorithm.adv_estimator = estimator
     algorithm.use_kl_in_reward = kl

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.test_finish import fake_run
 from tests.trainer.test_stages import Screen
-from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.algorithms.kl import KLController
 from verlite.config.critical import critical_settings
 from verlite.config.plan import engine_settings
 from verlite.config.schema import Config, DataConfig
@@ -46,7 +46,7 @@ def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved, 
 
     A checkpoint of another run is not a save.
     """
-    kl = FixedKLController(0.1) if kind == "fixed" else AdaptiveKLController(0.1, 6.0, 100)
+    kl = KLController(0.1) if kind == "fixed" else KLController(0.1, 6.0, 100)
     run_dir = tmp_path / "new" if moved else tmp_path
     run = fake_run(run_dir, kl=kl, total_steps=10)
     run.config.algorithm.kl_ctrl.type = kind

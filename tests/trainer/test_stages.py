@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
 from verlite.algorithms.gap import gap_metrics, gap_rows, gap_totals
-from verlite.algorithms.kl import FixedKLController
+from verlite.algorithms.kl import KLController
 from verlite.config.compile import advantage_spec
 from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.control.machine import Machine
@@ -116,7 +116,7 @@ def fake_run(**fields) -> FakeRun:
         "teacher_service": None,
         "shown_failures": set(),
         "tokenizer": SimpleNamespace(decode=lambda ids: f"prompt {list(map(int, ids))}"),
-        "kl": FixedKLController(0.0),
+        "kl": KLController(0.0),
         "plan": SimpleNamespace(
             critic_warmup=0,
             placement={"actor": [0]},

@@ -163,7 +163,7 @@ def test_the_catalog_knows_which_estimators_whiten(name):
     )
     advantages = compute_advantages(name, inputs)[0]
     is_white = advantages.mean().abs() < 1e-5 and abs(advantages.std() - 1) < 1e-5
-    assert bool(is_white) == catalog.whitens(name)
+    assert bool(is_white) == catalog.estimator(name).whitens
 
 
 @pytest.mark.parametrize(

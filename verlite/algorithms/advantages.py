@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from verlite.algorithms.masked import masked_whiten
-from verlite.spec.catalog import ESTIMATORS, measured, resolve
+from verlite.spec import catalog
 
 STD_EPS = 1e-6
 
@@ -236,8 +236,8 @@ def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tens
         ValueError: the name is unknown, an input that the estimator needs is missing, a reward is
             not finite, or a result has the wrong shape or a number that is not finite.
     """
-    estimator = resolve(name, ESTIMATORS, "advantage estimator")
-    for wanted in measured(name):
+    estimator = catalog.resolve(name, catalog.ESTIMATORS, "advantage estimator")
+    for wanted in catalog.estimator(name).measured:
         if getattr(inputs, wanted) is None:
             raise ValueError(f"adv_estimator={name} needs the input {wanted}, which is missing")
     _ = inputs.scores  # raises if a reward is not finite, also for estimators that use no row sums
@@ -493,21 +493,11 @@ def shape_scores(
 ) -> Tensor:
     """Return (scores - mean) / std, then clipped to `clip`; any shape.
 
-    mean and std are constants from the config, not statistics of the batch.
-
-    Raises:
-        ValueError: std is not positive, or the clip range is empty.
+    mean and std are constants from the config, not statistics of the batch. The config's rules say
+    that std is above 0 and that the lower bound of the clip range is below the upper one.
     """
-    if std <= 0:
-        raise ValueError(f"std={std} must be above 0: scores are divided by it")
     shaped = (scores - mean) / std
-    if clip is None:
-        return shaped
-    if clip[0] >= clip[1]:
-        raise ValueError(
-            f"clip range {list(clip)} is empty: the lower bound must be below the upper bound"
-        )
-    return shaped.clamp(*clip)
+    return shaped if clip is None else shaped.clamp(*clip)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -519,16 +509,9 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     Args:
         lengths: [B], response tokens.
         max_length: maximum response length.
-        buffer: tokens over which the penalty grows.
+        buffer: tokens over which the penalty grows, from 1 to max_length.
         factor: size of the full penalty.
-
-    Raises:
-        ValueError: the buffer is not between 1 and max_length.
     """
-    if not 0 < buffer <= max_length:
-        raise ValueError(
-            f"overlong buffer {buffer} must be between 1 and max_response_length={max_length}"
-        )
     excess = lengths.to(torch.float32) - (max_length - buffer)
     return -factor * (excess / buffer).clamp(0, 1)
 

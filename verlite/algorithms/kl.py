@@ -114,38 +114,24 @@ def apply_kl_penalty(
 
 
 @dataclass
-class FixedKLController:
-    """A constant coefficient of the KL penalty."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Do nothing: the coefficient is constant."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-@dataclass
-class AdaptiveKLController:
-    """A coefficient that keeps the KL near a target (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
+class KLController:
+    """The coefficient of the KL penalty. With a target it adapts, so that the KL stays near it
+    (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
 
     value: the current coefficient; initially the starting value.
-    target: KL per token to reach.
+    target: KL per token to reach. None: the coefficient is constant.
     horizon: samples over which the coefficient adapts.
     """
 
     value: float
-    target: float
-    horizon: int
+    target: float | None = None
+    horizon: int = 1
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Adapt the coefficient to `n_steps` samples with mean KL `current_kl`."""
-        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
+        if self.target is not None:
+            error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}

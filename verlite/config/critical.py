@@ -19,7 +19,7 @@ from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
 from verlite.importing import module_path
-from verlite.spec.catalog import ENV_FACTORIES, ESTIMATORS, reads, whitens
+from verlite.spec.catalog import ENV_FACTORIES, ESTIMATORS, estimator, reads
 
 ESTIMATOR = {
     "gamma": "gamma",
@@ -190,7 +190,7 @@ def _estimator(config: Config) -> dict[str, Any]:
     algorithm: AlgorithmConfig = config.algorithm
     name = algorithm.adv_estimator
     used = [key for key, field in ESTIMATOR.items() if reads(ESTIMATORS, name, field)]
-    if not whitens(name):
+    if not estimator(name).whitens:
         used.append("whiten_advantages")
     settings = {f"algorithm.{key}": getattr(algorithm, key) for key in ("adv_estimator", *used)}
     if reads(ESTIMATORS, name, "reward_clip_range"):

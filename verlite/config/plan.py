@@ -446,7 +446,7 @@ def _algorithm(config: Config, updates: Updates) -> dict[str, Any]:
     """Return the fields about estimator, loss and rollout correction."""
     actor = config.actor_rollout_ref.actor
     corrected = correction.settings(config.algorithm.rollout_correction)
-    measured = catalog.measured(config.algorithm.adv_estimator)
+    measured = catalog.estimator(config.algorithm.adv_estimator).measured
     loss = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
     divisor = float(_longest_response(config))
     buffer = max(1, config.data.max_response_length // 5)
@@ -805,7 +805,7 @@ def gradients_wait_for(config: Config) -> str | None:
     algorithm = config.algorithm
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     corrected = correction.settings(algorithm.rollout_correction)
-    if not catalog.is_by_group(algorithm.adv_estimator):
+    if not catalog.estimator(algorithm.adv_estimator).by_group:
         return f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if algorithm.whiten_advantages:
         return "algorithm.whiten_advantages=true"
@@ -881,7 +881,7 @@ def shape(config: Config) -> Shape:
 def needs_critic(config: Config) -> bool:
     """Return critic.enable; if it is null, whether the advantage estimator reads values."""
     return _first(
-        config.critic.enable, "values" in catalog.measured(config.algorithm.adv_estimator)
+        config.critic.enable, "values" in catalog.estimator(config.algorithm.adv_estimator).measured
     )
 
 

@@ -340,7 +340,7 @@ def estimator(draft: Draft) -> None:
     chosen = draft.choice("advantage_estimator", own)
     if chosen is None:
         return
-    if catalog.compares(chosen) and draft["n_samples_per_prompt"] == 1:
+    if catalog.estimator(chosen).compares and draft["n_samples_per_prompt"] == 1:
         rule = "compares the samples of one prompt, so n_samples_per_prompt must be at least 2"
         draft.refuse("advantage_estimator", rule, "Give several, such as --n_samples_per_prompt 8.")
     comment = f"OpenRLHF's {name}"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
-from verlite.algorithms.kl import FixedKLController
+from verlite.algorithms.kl import KLController
 from verlite.config import commands
 from verlite.config.compile import model_spec, take
 from verlite.config.critical import tuning_settings
@@ -192,7 +192,7 @@ class Run:
             "step": self.step,
             "version": 0,
             "sampler": self.sampler.state_dict(),
-            "kl_controller": FixedKLController(0.0).state_dict(),
+            "kl_controller": KLController(0.0).state_dict(),
             "metrics": self.metrics,
             "critical": tuning_settings(self.config),
             "model": dataclasses.asdict(self.config.model),

@@ -35,6 +35,14 @@ class Estimator:
     by_group: bool = True
     """The advantages of a prompt's samples depend on no other prompt of the step."""
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The MEASURED_INPUTS that it reads."""
+        return tuple(field for field in self.reads if field in MEASURED_INPUTS)
+
+
+OWN_ESTIMATOR = Estimator("", compares=False, by_group=False)
+"""What is known of a user's own estimator."""
 
 MEASURED_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "gdpo_rewards")
 """Inputs that cost a forward pass or an extra sample, or that keys of the estimator choose.
@@ -228,31 +236,9 @@ def scorer_for(data_source: str) -> str | None:
     return None
 
 
-def measured(estimator: str) -> tuple[str, ...]:
-    """Return the MEASURED_INPUTS that a built-in estimator needs; none for a user's own."""
-    if estimator not in ESTIMATORS:
-        return ()
-    return tuple(field for field in ESTIMATORS[estimator].reads if field in MEASURED_INPUTS)
-
-
-def is_by_row(estimator: str) -> bool:
-    """Return whether a built-in estimator compares whole responses; False for a user's own."""
-    return estimator in ESTIMATORS and ESTIMATORS[estimator].by_row
-
-
-def is_by_group(estimator: str) -> bool:
-    """Return whether a built-in estimator needs only a prompt's samples; False for a user's own."""
-    return estimator in ESTIMATORS and ESTIMATORS[estimator].by_group
-
-
-def compares(estimator: str) -> bool:
-    """Return whether a built-in estimator compares a prompt's samples; False for a user's own."""
-    return estimator in ESTIMATORS and ESTIMATORS[estimator].compares
-
-
-def whitens(estimator: str) -> bool:
-    """Return whether a built-in estimator whitens its advantages; False for a user's own."""
-    return estimator in ESTIMATORS and ESTIMATORS[estimator].whitens
+def estimator(name: str) -> Estimator:
+    """Return the entry of a built-in estimator; OWN_ESTIMATOR for a user's own."""
+    return ESTIMATORS.get(name, OWN_ESTIMATOR)
 
 
 def reads(table: Mapping[str, Estimator | PolicyLoss], name: str, field: str) -> bool:

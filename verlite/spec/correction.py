@@ -9,18 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-REJECTIONS = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
+REJECTIONS = tuple(
+    f"{unit}_{kind}"
+    for unit in ("token", "seq_sum", "seq_mean", "seq_max")
+    for kind in ("k1", "k2", "k3")
+    if (unit, kind) != ("seq_max", "k1")
 )
 
 
@@ -156,42 +149,33 @@ def _band(
     return numbers[0], numbers[1]
 
 
-# fmt: off
+_GEO: Any = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3: Any = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_REINFORCE: Any = {"bypass_mode": True, "loss_type": "reinforce"}
 PRESETS: dict[str, RolloutCorrection] = {
     "disabled": RolloutCorrection(),
     "decoupled_token_is": RolloutCorrection("token", 2.0),
     "decoupled_seq_is": RolloutCorrection("sequence", 2.0),
-    "decoupled_seq_is_rs": RolloutCorrection("sequence", 2.0, rollout_rs="seq_sum_k1",
-        rollout_rs_threshold="0.5_2.0"),
-    "decoupled_geo_rs": RolloutCorrection(rollout_rs="seq_mean_k1",
-        rollout_rs_threshold="0.999_1.001"),
-    "decoupled_geo_rs_token_tis": RolloutCorrection("token", 2.0, rollout_rs="seq_mean_k1",
-        rollout_rs_threshold="0.999_1.001"),
-    "decoupled_k3_rs": RolloutCorrection(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01),
-    "decoupled_k3_rs_token_tis": RolloutCorrection("token", 2.0, rollout_rs="seq_mean_k3",
-        rollout_rs_threshold=0.01),
-    "decoupled_geo_rs_seq_tis": RolloutCorrection("sequence", 2.0, rollout_rs="seq_mean_k1",
-        rollout_rs_threshold="0.999_1.001"),
-    "decoupled_k3_rs_seq_tis": RolloutCorrection("sequence", 2.0, rollout_rs="seq_mean_k3",
-        rollout_rs_threshold=0.01),
+    "decoupled_seq_is_rs": RolloutCorrection(
+        "sequence", 2.0, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"
+    ),
+    "decoupled_geo_rs": RolloutCorrection(**_GEO),
+    "decoupled_geo_rs_token_tis": RolloutCorrection("token", 2.0, **_GEO),
+    "decoupled_k3_rs": RolloutCorrection(**_K3),
+    "decoupled_k3_rs_token_tis": RolloutCorrection("token", 2.0, **_K3),
+    "decoupled_geo_rs_seq_tis": RolloutCorrection("sequence", 2.0, **_GEO),
+    "decoupled_k3_rs_seq_tis": RolloutCorrection("sequence", 2.0, **_K3),
     "decoupled_token_icepop": RolloutCorrection("token", "0.5_5.0"),
     "icepop": RolloutCorrection("token", "0.5_5.0"),
     "bypass_ppo_clip": RolloutCorrection(bypass_mode=True),
-    "bypass_ppo_clip_geo_rs": RolloutCorrection(bypass_mode=True, rollout_rs="seq_mean_k1",
-        rollout_rs_threshold="0.999_1.001"),
-    "bypass_ppo_clip_k3_rs": RolloutCorrection(bypass_mode=True, rollout_rs="seq_mean_k3",
-        rollout_rs_threshold=0.01),
-    "bypass_pg_is": RolloutCorrection("sequence", 2.0, bypass_mode=True, loss_type="reinforce"),
-    "bypass_pg_geo_rs": RolloutCorrection(bypass_mode=True, loss_type="reinforce",
-        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
-    "bypass_pg_geo_rs_token_tis": RolloutCorrection("token", 2.0, bypass_mode=True,
-        loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
-    "bypass_pg_geo_rs_seq_tis": RolloutCorrection("sequence", 2.0, bypass_mode=True,
-        loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
-    "bypass_pg_token_icepop": RolloutCorrection("token", "0.5_5.0", bypass_mode=True,
-        loss_type="reinforce"),
+    "bypass_ppo_clip_geo_rs": RolloutCorrection(bypass_mode=True, **_GEO),
+    "bypass_ppo_clip_k3_rs": RolloutCorrection(bypass_mode=True, **_K3),
+    "bypass_pg_is": RolloutCorrection("sequence", 2.0, **_REINFORCE),
+    "bypass_pg_geo_rs": RolloutCorrection(**_REINFORCE, **_GEO),
+    "bypass_pg_geo_rs_token_tis": RolloutCorrection("token", 2.0, **_REINFORCE, **_GEO),
+    "bypass_pg_geo_rs_seq_tis": RolloutCorrection("sequence", 2.0, **_REINFORCE, **_GEO),
+    "bypass_pg_token_icepop": RolloutCorrection("token", "0.5_5.0", **_REINFORCE),
 }
-# fmt: on
 
 
 def settings(config: Any) -> RolloutCorrection:

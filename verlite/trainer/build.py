@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.algorithms.kl import KLController
 from verlite.config.compile import advantage_spec, role_spec
 from verlite.config.debug import DEBUGGERS, LIFTED
 from verlite.config.plan import Plan
@@ -65,7 +65,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
         run_record.plan(run_dir, total_steps)
 
         several = config.actor_rollout_ref.rollout.n > 1
-        groups = several and catalog.compares(config.algorithm.adv_estimator)
+        groups = several and catalog.estimator(config.algorithm.adv_estimator).compares
         display.begin(total_steps, state["step"], groups)
         for line in found.findings.seen:
             display.info(line)
@@ -213,12 +213,11 @@ def offloads(spec: TrainingRole) -> bool:
     return spec.engine.fsdp.param_offload or spec.engine.fsdp.optimizer_offload
 
 
-def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:
+def kl_controller(algorithm: AlgorithmConfig) -> KLController:
     """Return the coefficient of the KL penalty in the reward, fixed or adaptive."""
     settings = algorithm.kl_ctrl
-    if settings.type == "fixed":
-        return FixedKLController(settings.kl_coef)
-    return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.horizon)
+    target = settings.target_kl if settings.type == "adaptive" else None
+    return KLController(settings.kl_coef, target, settings.horizon)
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:

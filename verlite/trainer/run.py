@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.algorithms.kl import KLController
 from verlite.config.critical import code_contents, critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
@@ -86,7 +86,7 @@ class Run:
     """From scores to advantages."""
     workers: dict[str, Any]
     """Worker group of each role of `plan.roles`."""
-    kl: FixedKLController | AdaptiveKLController
+    kl: KLController
     """Coefficient of the KL penalty in the reward."""
 
     # Outputs.

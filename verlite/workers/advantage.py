@@ -74,7 +74,7 @@ def estimate_advantages(
             spec.kl_penalty,
         )
         metrics |= {REWARD_KL: kl, "actor/reward_kl_penalty_coeff": kl_coefficient}
-    token_kl = spec.kl_in_reward_mode == "token" and catalog.is_by_row(spec.adv_estimator)
+    token_kl = spec.kl_in_reward_mode == "token" and catalog.estimator(spec.adv_estimator).by_row
     inputs = AdvantageInputs(
         token_level_rewards=scores if token_kl else rewards,
         response_mask=t["response_mask"],
@@ -108,7 +108,7 @@ def estimate_advantages(
 def by_row(spec: AdvantageSpec) -> bool:
     """Return whether advantages follow from one number per row, without the rows' tokens."""
     needs_tokens = spec.use_kl_in_reward or spec.whiten_advantages
-    return catalog.is_by_row(spec.adv_estimator) and not needs_tokens
+    return catalog.estimator(spec.adv_estimator).by_row and not needs_tokens
 
 
 def token_selector_path(loss_mode: str) -> str | None:

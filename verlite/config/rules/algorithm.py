@@ -206,7 +206,7 @@ def _bypass(context: Context, correction: RolloutCorrection) -> Iterator[Problem
             f"inference computes old log-probs, and {SECTION}bypass_mode uses the engines' instead",
             "Leave inference or the mode out.",
         )
-    if "sum_pi_squared" in catalog.measured(estimator):
+    if "sum_pi_squared" in catalog.estimator(estimator).measured:
         rule = f"needs results of the forward pass that {SECTION}bypass_mode skips"
         remedy = f"Use {SECTION}bypass_mode=false, or another estimator."
         yield Problem("algorithm.adv_estimator", estimator, rule, remedy)

@@ -49,7 +49,9 @@ class Context:
         self.scores_itself = plan.scores_itself(config)
         """Agent programs score their samples."""
         self.estimator = config.algorithm.adv_estimator
-        self.measured = catalog.measured(self.estimator)
+        self.needs_several = catalog.estimator(self.estimator).needs_several
+        """The estimator has no advantage for a prompt with one sample."""
+        self.measured = catalog.estimator(self.estimator).measured
         """What the estimator reads from forward passes."""
         self.loss_mode = policy.actor.policy_loss.loss_mode
         self.loss = catalog.POLICY_LOSSES.get(self.loss_mode)
@@ -62,12 +64,6 @@ class Context:
         self.engine = plan.resolve_rollout(policy.rollout.name)
         self.max_model_len = policy.rollout.max_model_len or self.longest
         self.val_files = plan.files_of(config.data.val_files)
-
-    @property
-    def needs_several(self) -> bool:
-        """The estimator compares the samples of a prompt."""
-        entry = catalog.ESTIMATORS.get(self.estimator)
-        return entry is not None and entry.needs_several
 
     @property
     def lone_advantage(self) -> str:

@@ -32,7 +32,7 @@ NOTES: tuple[tuple[Callable[[Context], Any], str], ...] = (
     (lambda c: c.needs_critic and (c.critic.ppo_mini_batch_size or 0) > c.prompts,
      "critic.ppo_mini_batch_size={c.critic.ppo_mini_batch_size} is more than "
      "data.train_batch_size={c.prompts}; both count prompts: one update per step"),
-    (lambda c: c.n == 1 and catalog.compares(c.estimator),
+    (lambda c: c.n == 1 and catalog.estimator(c.estimator).compares,
      "algorithm.adv_estimator={c.estimator} with actor_rollout_ref.rollout.n=1: a prompt has no "
      "other sample to compare with, so the advantage is {c.lone_advantage}, without a baseline; "
      "usual: 4 to 16"),

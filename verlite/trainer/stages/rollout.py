@@ -155,7 +155,7 @@ def score(run: Run, batch: DataProto) -> DataProto:
 
 def with_reward_parts(run: Run, batch: DataProto) -> DataProto:
     """Add `gdpo_rewards`, if the estimator compares parts of the reward."""
-    if "gdpo_rewards" not in catalog.measured(run.config.algorithm.adv_estimator):
+    if "gdpo_rewards" not in catalog.estimator(run.config.algorithm.adv_estimator).measured:
         return batch
     return with_gdpo_rewards(batch, run.config.algorithm.gdpo_reward_keys or [])
 
