@@ -28,7 +28,7 @@ class Program:
 
     def __init__(self, code=SERVE, python=sys.executable, **options):
         self.lines = asyncio.Queue()
-        settings = {"start_s": 60.0, "memory_gb": 2.0, "variables": {"COLOR": "red"}, **options}
+        settings = {"start_s": 60.0, "memory_gb": 2.0, **options}
         self.process = OwnProcess(
             [python, "-u", "-c", code],
             self.ready,
@@ -69,6 +69,7 @@ def alive(greeting):
 
 def test_one_process_serves_many_and_ends_with_its_children(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "x")
+    monkeypatch.setenv("COLOR", "red")
 
     async def main(program):
         answers = [await program.ask(text) for text in ("a", "b", "c")]

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -148,56 +149,40 @@ def last_line(output: bytes, before: str = "") -> str:
     return line and before + line
 
 
+@dataclass(eq=False)
 class OwnProcess:
-    """The program, between `async with` and its end. It starts when it is first needed.
+    """A program between `async with` and its end. It starts when it is first needed."""
 
-    Attributes:
-        log: the end of what it prints.
-        starts: how often it was started.
-    """
+    words: Sequence[str]
+    """The program and its arguments."""
+    ready: "Callable[[OwnProcess], Awaitable[object]]"
+    """Returns once the program can serve samples. It is called after each start."""
+    _: KW_ONLY
+    start_s: float
+    """Seconds that `ready` may take."""
+    memory_gb: float
+    """Limit of the memory of each of its processes, in GiB."""
+    folder: str | None = None
+    """Its working directory; None for the current one."""
+    secret_env_vars: Sequence[str] = ()
+    """Variables that it gets although their names look like secrets."""
+    on_line: Callable[[bytes], None] | None = None
+    """Gets each line of its output; None: they go to the log, as do its errors."""
+    fill: Callable[[Sequence[str]], Sequence[str]] = lambda words: words
+    """Puts into the words what is known at a start only."""
+    log: bytearray = field(init=False, default_factory=bytearray)
+    """The end of what it prints."""
+    starts: int = field(init=False, default=0)
+    """How often it was started."""
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        ready: "Callable[[OwnProcess], Awaitable[object]]",
-        *,
-        start_s: float,
-        memory_gb: float,
-        folder: str | None = None,
-        secret_env_vars: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
-        on_line: Callable[[bytes], None] | None = None,
-        fill: Callable[[Sequence[str]], Sequence[str]] = lambda words: words,
-    ) -> None:
-        """Prepare; nothing is started yet.
-
-        Args:
-            words: the program and its arguments.
-            ready: returns once the program can serve samples. It is called after each start.
-            start_s: seconds that `ready` may take.
-            memory_gb: limit of the memory of each of its processes, in GiB.
-            folder: its working directory; None for the current one.
-            secret_env_vars: variables that it gets although their names look like secrets.
-            variables: further variables of its environment.
-            on_line: gets each line of its output; None: they go to the log, as do its errors.
-            fill: puts into the words what is known at a start only.
-        """
-        self._words = words
-        self._fill = fill
-        self._ready = ready
-        self._start_s = start_s
-        self._memory_gb = memory_gb
-        self._folder = folder
-        self._variables = variables_for_programs(secret_env_vars) | dict(variables or {})
-        self._on_line = on_line
+    def __post_init__(self) -> None:
+        self._variables = variables_for_programs(self.secret_env_vars)
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._starting = asyncio.Lock()
         self._ending = asyncio.Lock()
         self._failed: tuple[float, ProcessEnded] | None = None
-        self.log = bytearray()
-        self.starts = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -252,27 +237,27 @@ class OwnProcess:
         try:
             self._process = await start_kept(
                 EXECUTE,
-                self._fill(self._words),
-                self._memory_gb,
-                self._folder,
+                self.fill(self.words),
+                self.memory_gb,
+                self.folder,
                 self._variables,
             )
         except BaseException as error:
             self._ended = None
             if isinstance(error, OSError):
-                raise ProcessEnded(f"{self._words[0]} cannot be started: {error}") from error
+                raise ProcessEnded(f"{self.words[0]} cannot be started: {error}") from error
             raise
         self._watch = asyncio.ensure_future(self._follow(self._process))
-        ready = asyncio.ensure_future(self._ready(self))
+        ready = asyncio.ensure_future(self.ready(self))
         try:
             await asyncio.wait(
-                (ready, ended), timeout=self._start_s, return_when=asyncio.FIRST_COMPLETED
+                (ready, ended), timeout=self.start_s, return_when=asyncio.FIRST_COMPLETED
             )
             if ended.done():
                 ended.result()
             if not ready.done():
                 raise ProcessEnded(
-                    f"{self._words[0]} was not ready within {self._start_s:g} s"
+                    f"{self.words[0]} was not ready within {self.start_s:g} s"
                     + last_line(bytes(self.log), ": ")
                 )
             ready.result()
@@ -285,7 +270,7 @@ class OwnProcess:
     async def _follow(self, process: asyncio.subprocess.Process) -> None:
         """Read the program's output until it has ended."""
         assert process.stdout and process.stderr
-        lines = self._read_lines(process.stdout) if self._on_line else self._read(process.stdout)
+        lines = self._read_lines(process.stdout) if self.on_line else self._read(process.stdout)
         try:
             await asyncio.gather(lines, self._read(process.stderr))
             code = await process.wait()
@@ -296,9 +281,9 @@ class OwnProcess:
         self._fail(cause_of(code, bytes(self.log)))
 
     async def _read_lines(self, pipe: asyncio.StreamReader) -> None:
-        assert self._on_line is not None
+        assert self.on_line is not None
         while line := await pipe.readline():
-            self._on_line(line)
+            self.on_line(line)
 
     async def _read(self, pipe: asyncio.StreamReader) -> None:
         while data := await pipe.read(1 << 16):
@@ -307,4 +292,4 @@ class OwnProcess:
 
     def _fail(self, cause: str) -> None:
         if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(ProcessEnded(f"{self._words[0]} {cause}"))
+            self._ended.set_exception(ProcessEnded(f"{self.words[0]} {cause}"))

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verlite.control import limits
 from verlite.control.watch import InARow
@@ -95,35 +95,27 @@ class Daemon:
     logs: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class DaemonWatch:
-    """A thread that looks at processes until `stop`.
+    """A thread that looks at processes until `stop`."""
 
-    Args:
-        find: returns Ray's daemons.
-        on_lost: called with the error if the main thread has not raised it within limits.REACT_S.
-        others: called at each poll, for other processes that need a look.
+    find: Callable[[], Sequence[Daemon]]
+    """Returns Ray's daemons."""
+    on_lost: Callable[[RayLost], None]
+    """Called with the error if the main thread has not raised it within limits.REACT_S."""
+    others: Callable[[], None] = lambda: None
+    """Called at each poll, for other processes that need a look."""
+    lost: RayLost | None = field(init=False, default=None)
+    """The error once a daemon is lost."""
+    raised: bool = field(init=False, default=False)
+    """Whether the main thread has raised the error."""
 
-    Attributes:
-        lost: the error once a daemon is lost, else None.
-        raised: whether the main thread has raised the error.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], Sequence[Daemon]],
-        on_lost: Callable[[RayLost], None],
-        others: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.lost: RayLost | None = None
-        self.raised = False
-        self._find = find
-        self._on_lost = on_lost
-        self._others = others
+    def __post_init__(self) -> None:
         self._known: dict[Process, Daemon] = {}
         self._stopped = InARow()
         self._ended = threading.Event()
         self._looking = threading.Lock()
-        self._add(find())
+        self._add(self.find())
         threading.Thread(target=self._run, name="daemons", daemon=True).start()
 
     def stop(self) -> None:
@@ -143,16 +135,16 @@ class DaemonWatch:
             # Without free file descriptors or memory a poll fails. A later one may not.
             with suppress(OSError, MemoryError):
                 if polls % limits.FIND_LOOKS == 0 and polls < limits.FIND_UNTIL:
-                    self._add(self._find())
+                    self._add(self.find())
             polls += 1
             with suppress(OSError, MemoryError):
-                self._others()
+                self.others()
             if self.lost is None:
                 with suppress(OSError, MemoryError):
                     self._look(counts=True)
                 continue
             if not self._ended.wait(limits.REACT_S) and not self.raised:
-                self._on_lost(self.lost)
+                self.on_lost(self.lost)
             return
 
     def _add(self, daemons: Sequence[Daemon]) -> None:

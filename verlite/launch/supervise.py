@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -35,19 +36,16 @@ STALE_S = 60.0
 """A folder that no process has locked is removed at this age: a new one is not locked yet."""
 
 
+@dataclass(eq=False)
 class CommandSupervisor:
-    """Runs a command again and again, and passes signals on to it.
+    """Runs a command again and again, and passes signals on to it."""
 
-    Args:
-        say: prints a line.
-    """
+    command: Sequence[str]
+    restarts: Restarts
+    say: Callable[[str], None]
+    """Prints a line."""
 
-    def __init__(
-        self, command: Sequence[str], restarts: Restarts, say: Callable[[str], None]
-    ) -> None:
-        self._command = command
-        self._restarts = restarts
-        self._say = say
+    def __post_init__(self) -> None:
         self._asked = ""
         """Name of the last signal to this process."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,16 +74,16 @@ class CommandSupervisor:
         while True:
             report.unlink(missing_ok=True)
             attempt = self._attempt(report, count)
-            following = self._restarts.ended(attempt, self._asked)
+            following = self.restarts.ended(attempt, self._asked)
             if following.why:
-                self._say(following.why)
+                self.say(following.why)
             if isinstance(following, Leave):
                 return following.code
             resume_at = time.monotonic() + following.after_s
             while not self._asked and time.monotonic() < resume_at:
                 time.sleep(limits.LOOK_S)
             if self._asked:
-                return self._restarts.code_when_asked(attempt, self._asked)
+                return self.restarts.code_when_asked(attempt, self._asked)
             count += 1
 
     def _attempt(self, report: Path, count: int) -> Attempt:
@@ -99,7 +97,7 @@ class CommandSupervisor:
         }
         # A session of its own: a closed terminal and Ctrl-C reach this process only.
         self._process = subprocess.Popen(
-            self._command,
+            self.command,
             env=environment,
             start_new_session=True,
             preexec_fn=_end_with_parent(os.getpid()),
@@ -119,7 +117,7 @@ class CommandSupervisor:
             if following == "kill":
                 child.kill()
             elif following == "say":
-                self._say(
+                self.say(
                     f"process {child.pid} of the command has been stopped by SIGSTOP for "
                     f"{limits.FROZEN_S:g} s. It is killed after {limits.FROZEN_END_S:g} s unless "
                     "SIGCONT comes"

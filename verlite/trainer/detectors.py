@@ -10,15 +10,16 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from verlite.config.schema import DetectConfig
 
-Metrics = Mapping[str, float | None]
+Metrics = Mapping[str, float]
 Detector = Callable[[Metrics, Sequence[Metrics], float], str | None]
 """(metrics of the step, those of earlier steps in order, threshold) -> text, None if all is well.
-A threshold of None turns a detector off."""
+KeyError: the run does not have a metric. A threshold of None turns a detector off."""
 
 WARNINGS = "warnings.jsonl"
 """File of the run directory with one warning a line."""
@@ -74,7 +75,9 @@ class Detectors:
                 own = {key: value for key, value in metrics.items() if key not in MEMORY}
                 self.check(metrics["step"], own)
 
-    def check(self, step: int, metrics: Metrics, last: bool = False) -> list[Finding]:
+    def check(
+        self, step: int, metrics: Mapping[str, float | None], last: bool = False
+    ) -> list[Finding]:
         """Add a step. Return the warnings that are due.
 
         Args:
@@ -84,22 +87,23 @@ class Detectors:
         due = []
         self._steps += 1
         # metrics.jsonl has null for NaN, and a resumed run must decide as the run before did.
-        metrics = {
+        now = {
             name: value
             for name, value in metrics.items()
             if value is not None and math.isfinite(value) and name not in self._ignored
         }
         if self._limits.enable:
             for name, detector in DETECTORS.items():
-                limit = getattr(self._limits, name)
-                text = None if limit is None else detector(metrics, self._history, limit)
+                limit, text = getattr(self._limits, name), None
+                with suppress(KeyError):
+                    text = None if limit is None else detector(now, self._history, limit)
                 patience = self._limits.patience
                 if last and name == "no_signal":
                     patience = min(patience, self._steps)
                 if self._is_due(name, text is not None, patience) and text is not None:
                     due.append(Finding(step, name, text))
         self._history.append(
-            {key: value for key, value in metrics.items() if key in USED or _is_validation(key)}
+            {key: value for key, value in now.items() if key in USED or _is_validation(key)}
         )
         self._history = needed(self._history)
         return due
@@ -218,8 +222,8 @@ def no_signal(now: Metrics, before: Sequence[Metrics], limit: float) -> str | No
 
 def cut_share(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Many responses end at the length limit."""
-    share = now.get(CUT)
-    if share is None or share < limit:
+    share = now[CUT]
+    if share < limit:
         return None
     return (
         f"{share:.0%} of the responses are cut at data.max_response_length, mostly before their "
@@ -230,8 +234,8 @@ def cut_share(now: Metrics, before: Sequence[Metrics], limit: float) -> str | No
 
 def prompts_cut(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Many prompts lose a part."""
-    share = now.get(PROMPTS_CUT)
-    if share is None or share < limit:
+    share = now[PROMPTS_CUT]
+    if share < limit:
         return None
     return (
         f"{share:.0%} of the prompts are cut at data.max_prompt_length, so the policy does not see "
@@ -241,9 +245,7 @@ def prompts_cut(now: Metrics, before: Sequence[Metrics], limit: float) -> str | 
 
 def entropy_low(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy has nearly stopped exploring."""
-    entropy, start = now.get(ENTROPY), _start(before, ENTROPY)
-    if entropy is None or start is None:
-        return None
+    entropy, start = now[ENTROPY], _start(before, ENTROPY)
     if entropy >= limit * start:
         return None
     return (
@@ -255,8 +257,8 @@ def entropy_low(now: Metrics, before: Sequence[Metrics], limit: float) -> str | 
 
 def entropy_floor(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy hardly explores, whatever its entropy was at the start."""
-    entropy = now.get(ENTROPY)
-    if entropy is None or entropy >= limit:
+    entropy = now[ENTROPY]
+    if entropy >= limit:
         return None
     return (
         f"the entropy is {entropy:.2g} nats per token: nearly every sample of a prompt is the same "
@@ -267,9 +269,7 @@ def entropy_floor(now: Metrics, before: Sequence[Metrics], limit: float) -> str 
 
 def entropy_high(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy becomes random."""
-    entropy, start = now.get(ENTROPY), _start(before, ENTROPY)
-    if entropy is None or start is None:
-        return None
+    entropy, start = now[ENTROPY], _start(before, ENTROPY)
     if entropy <= start + limit:
         return None
     return (
@@ -280,8 +280,7 @@ def entropy_high(now: Metrics, before: Sequence[Metrics], limit: float) -> str |
 
 def kl(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The policy runs away from the old or the reference policy."""
-    values = {key: value for key in KLS if (value := now.get(key)) is not None}
-    far = {key: value for key, value in values.items() if abs(value) > limit}
+    far = {key: now[key] for key in KLS if key in now and abs(now[key]) > limit}
     if not far:
         return None
     key, value = max(far.items(), key=lambda item: abs(item[1]))
@@ -293,9 +292,7 @@ def kl(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
 
 def gap(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Trainer and rollout engine compute more and more different log-probs."""
-    value, start = now.get(GAP), _start(before, GAP)
-    if value is None or start is None:
-        return None
+    value, start = now[GAP], _start(before, GAP)
     if value < 0.01 or value < limit * start:
         return None
     return (
@@ -307,8 +304,8 @@ def gap(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
 
 def eff_sample_size(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Few tokens decide the update: the weights that sampled are too different."""
-    size = now.get(SAMPLE_SIZE) if AGE in now else None
-    if size is None or size >= limit:
+    size = now[SAMPLE_SIZE]
+    if AGE not in now or size >= limit:
         return None
     return (
         f"the effective sample size is {size:.2g} of a step's tokens: the weights that sampled and "
@@ -320,9 +317,7 @@ def eff_sample_size(now: Metrics, before: Sequence[Metrics], limit: float) -> st
 
 def length_bias(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The responses that are trained are not as long as those that were sampled."""
-    distance, chance = now.get(LENGTHS), now.get(LENGTHS_CHANCE)
-    if distance is None or chance is None:
-        return None
+    distance, chance = now[LENGTHS], now[LENGTHS_CHANCE]
     if distance <= max(limit, chance):
         return None
     return (
@@ -334,11 +329,10 @@ def length_bias(now: Metrics, before: Sequence[Metrics], limit: float) -> str | 
 
 def idle(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Trainer and engines wait for each other."""
-    trainer, engines = now.get(TRAINER_IDLE), now.get(ENGINES_IDLE)
-    step = now.get(STEP_TIME)
-    if trainer is None or engines is None or not step:
+    trainer, engines = now[TRAINER_IDLE], now[ENGINES_IDLE]
+    if not now[STEP_TIME]:
         return None
-    least = max(limit, 1.0 / step)
+    least = max(limit, 1.0 / now[STEP_TIME])
     if trainer > least:
         return (
             f"the trainer waits for samples in {trainer:.0%} of a step's time. Give the engines "
@@ -363,12 +357,7 @@ def hacking(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None
     steps = [*before, now]
     spread = _spread(steps)
     for key in sorted({key for metrics in steps for key in metrics if _is_validation(key)}):
-        found = [
-            (held, score)
-            for metrics in steps
-            if (held := metrics.get(key)) is not None
-            and (score := metrics.get(f"{SCORE}/mean")) is not None
-        ]
+        found = _with_score(steps, key)
         if len(found) < 2 * SMOOTHED or not spread:
             continue
         held_out = _means([held for held, _ in found])
@@ -395,9 +384,15 @@ def _means(values: list[float]) -> list[float]:
     ]
 
 
+def _with_score(steps: Sequence[Metrics], key: str) -> list[tuple[float, float]]:
+    """Return a metric and the mean score of each step that has both."""
+    score = f"{SCORE}/mean"
+    return [(step[key], step[score]) for step in steps if key in step and score in step]
+
+
 def _spread(steps: Sequence[Metrics]) -> float:
     """Return the range of all scores of these steps."""
-    scores = [v for metrics in steps for key in RANGE if (v := metrics.get(key)) is not None]
+    scores = [step[key] for step in steps for key in RANGE if key in step]
     return max(scores, default=0.0) - min(scores, default=0.0)
 
 
@@ -416,12 +411,7 @@ class _Change:
 def _change(now: Metrics, before: Sequence[Metrics], key: str) -> _Change | None:
     """Return medians of the first and last ENDS steps of the window that have the metric."""
     steps = [*before[1 - WINDOW :], now]
-    found = [
-        (value, score)
-        for metrics in steps
-        if (value := metrics.get(key)) is not None
-        and (score := metrics.get(f"{SCORE}/mean")) is not None
-    ]
+    found = _with_score(steps, key)
     spread = _spread(steps)
     if len(found) < 2 * ENDS or not spread:
         return None
@@ -469,8 +459,8 @@ def hacking_format(now: Metrics, before: Sequence[Metrics], limit: float) -> str
 
 def reward_errors(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The reward function fails on some samples."""
-    rate = now.get(ERRORS)
-    if rate is None or rate <= limit:
+    rate = now[ERRORS]
+    if rate <= limit:
         return None
     return (
         f"the reward failed for {rate:.0%} of the samples, which are left out of training. Try "
@@ -480,8 +470,8 @@ def reward_errors(now: Metrics, before: Sequence[Metrics], limit: float) -> str 
 
 def nonfinite(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Updates are skipped because a loss or gradient is not finite."""
-    share = now.get(NONFINITE)
-    if share is None or share <= limit:
+    share = now[NONFINITE]
+    if share <= limit:
         return None
     return (
         f"{share:.0%} of the updates are skipped because their gradient is not finite. Lower the "
@@ -491,7 +481,7 @@ def nonfinite(now: Metrics, before: Sequence[Metrics], limit: float) -> str | No
 
 def waiting(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """Most of a step is spent waiting for rewards, tools or agent programs."""
-    step = now.get(STEP_TIME)
+    step = now[STEP_TIME]
     if not step:
         return None
     tools = ("the tools of one sample", "Add servers: retriever.url takes a list")
@@ -505,23 +495,19 @@ def waiting(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None
         (REWARD_TIME, "rewards", "Make the reward function faster, or give it more processes"),
         (TOOL_TIME, *tools),
     ):
-        seconds = now.get(key)
-        if seconds is not None and seconds > max(1.0, limit * step):
+        seconds = now.get(key, 0.0)
+        if seconds > max(1.0, limit * step):
             return f"{seconds:.0f} of {step:.0f} s of a step are spent waiting for {what}. {remedy}"
     return None
 
 
 def straggler(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """One rank keeps the others of its role waiting."""
-    step = now.get(STEP_TIME)
-    if not step:
-        return None
-    late = {key: seconds for key in now if key.startswith(STRAGGLER) and (seconds := now[key])}
-    if not late:
+    step = now[STEP_TIME]
+    late = {key: seconds for key, seconds in now.items() if key.startswith(STRAGGLER)}
+    if not step or max(late.values(), default=0.0) <= max(1.0, limit * step):
         return None
     key, seconds = max(late.items(), key=lambda item: item[1])
-    if seconds <= max(1.0, limit * step):
-        return None
     return (
         f"the slowest rank of the role {key.removeprefix(STRAGGLER)} works {seconds:.0f} s longer "
         f"than the median of its others, in steps of {step:.0f} s. Is its device shared, throttled "
@@ -532,14 +518,13 @@ def straggler(now: Metrics, before: Sequence[Metrics], limit: float) -> str | No
 def memory(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None:
     """The memory of a process grows and grows."""
     for key in MEMORY:
-        value = now.get(key)
-        values = [found for metrics in before if (found := metrics.get(key)) is not None]
-        if value is None or len(values) < 2 * START:
+        values = [step[key] for step in before if key in step]
+        if key not in now or len(values) < 2 * START:
             continue
         start = values[START]
-        if start and value > limit * start and value > start + 1:
+        if start and now[key] > limit * start and now[key] > start + 1:
             return (
-                f"{key} is {value:.1f} GB, from {start:.1f} GB at step {START + 1} of this "
+                f"{key} is {now[key]:.1f} GB, from {start:.1f} GB at step {START + 1} of this "
                 "process. Look for lists that grow in your reward function or environment"
             )
     return None
@@ -556,10 +541,12 @@ DETECTORS: dict[str, Detector] = {
 """By the key of the threshold."""
 
 
-def _start(before: Sequence[Metrics], key: str) -> float | None:
-    """Return the median of the first steps; None until there are enough."""
-    values = [value for metrics in before[:START] if (value := metrics.get(key)) is not None]
-    return statistics.median(values) if len(values) >= START // 2 else None
+def _start(before: Sequence[Metrics], key: str) -> float:
+    """Return the median of the first steps. Raises KeyError until there are enough."""
+    values = [step[key] for step in before[:START] if key in step]
+    if len(values) < START // 2:
+        raise KeyError(key)
+    return statistics.median(values)
 
 
 def _is_validation(key: str) -> bool:

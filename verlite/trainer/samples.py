@@ -137,41 +137,43 @@ def add_tokens(
     Returns:
         How many more tokens the limit allows.
     """
-    stored = [name for name in _TOKEN_FIELDS if name in rows.non_tensor_batch]
-    names = ["response_ids", *stored, _CREDIT]
-    names = [name for name in names if name in rows.non_tensor_batch]
-    columns = fetch(rows, names, lost_as_none=True).non_tensor_batch
-    numbers = rows.tensors()
+    columns = _token_columns(rows)
     left = TOKENS_PER_STEP if limit is None else limit
-    for row, record in enumerate(records):
-        if columns["response_ids"][row] is None:
-            continue
-        ids = [int(token) for token in columns["response_ids"][row]]
-        if len(ids) > left:
+    for row, (record, ids) in enumerate(zip(records, columns["response_ids"], strict=True)):
+        if ids is None or len(ids) > left:
             continue
         left -= len(ids)
-        tokens: dict[str, Any] = {"id": ids, "text": token_texts(tokenizer, ids)}
+        tokens: dict[str, Any] = {"id": ids.tolist(), "text": token_texts(tokenizer, ids.tolist())}
         for name, key in _TOKEN_FIELDS.items():
-            if name in stored:
-                if columns[name][row] is None:
-                    continue
-                values = np.asarray(columns[name][row])
-            elif name in numbers:
-                values = numbers[name][row].numpy()
-            else:
-                continue
-            if name == "advantages":
-                values = _credited(values, columns, row)
-            tokens[key] = _compact(values, name)
+            values = columns[name][row] if name in columns else None
+            if values is not None:
+                tokens[key] = _compact(values, name)
         record["tokens"] = tokens
     return left
 
 
-def _credited(values: np.ndarray, columns: Mapping[str, Any], row: int) -> np.ndarray:
+def _token_columns(batch: DataProto) -> dict[str, list[np.ndarray | None]]:
+    """Return each row's values of the columns of tokens, [R], by the batch's names: one value if
+    all tokens have it, None where they are lost."""
+    numbers, stored = batch.tensors(), batch.non_tensor_batch
+    names = [name for name in ("response_ids", *_TOKEN_FIELDS, _CREDIT) if name in stored]
+    fetched = fetch(batch, names, lost_as_none=True).non_tensor_batch
+    columns: dict[str, list[np.ndarray | None]] = {
+        name: list(numbers[name].numpy()) for name in _TOKEN_FIELDS if name in numbers
+    }
+    for name in names:
+        columns[name] = [None if v is None else np.asarray(v) for v in fetched[name]]
+    credits = columns.pop(_CREDIT, [None] * len(batch))
+    if "advantages" in columns:
+        columns["advantages"] = list(map(_credited, columns["advantages"], credits))
+    return columns
+
+
+def _credited(values: np.ndarray | None, credit: np.ndarray | None) -> np.ndarray | None:
     """Return the advantages [R] or [1] that the policy's update had."""
-    credit = columns[_CREDIT][row] if _CREDIT in columns else None
-    is_one = credit is None or np.isin(credit, (0, 1)).all()  # 0: not the model's tokens
-    return values if is_one else values * np.asarray(credit)
+    if values is None or credit is None or np.isin(credit, (0, 1)).all():  # 0: not the model's
+        return values
+    return values * credit
 
 
 def _compact(values: np.ndarray, name: str) -> str | float | list[float]:
@@ -214,24 +216,12 @@ def as_parquet(run: Run, batch: DataProto) -> bytes:
     columns: dict[str, list[Any]] = {
         name: [_plain(record.get(name)) for record in records] for name in names
     }
-    fields = ["response_ids", *_TOKEN_FIELDS]
-    stored = [name for name in fields if name in batch.non_tensor_batch]
-    own = [name for name in (*stored, _CREDIT) if name in batch.non_tensor_batch]
-    fetched = fetch(batch, own, lost_as_none=True).non_tensor_batch
-    numbers = batch.tensors()
-    for name in fields:
-        if name in stored:
-            columns[name] = list(fetched[name])
-        elif name in numbers:  # one number for all tokens of a row
-            values = numbers[name].numpy()
+    tokens = _token_columns(batch)
+    for name in ("response_ids", *_TOKEN_FIELDS):
+        if name in tokens:
             columns[name] = [
-                None if ids is None else np.broadcast_to(row, len(ids))
-                for row, ids in zip(values, columns["response_ids"], strict=True)
-            ]
-        if name == "advantages" and name in columns:
-            columns[name] = [
-                None if values is None else _credited(np.asarray(values), fetched, row)
-                for row, values in enumerate(columns[name])
+                None if values is None or ids is None else np.broadcast_to(values, len(ids))
+                for values, ids in zip(tokens[name], tokens["response_ids"], strict=True)
             ]
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, compression="zstd")

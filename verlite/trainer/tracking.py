@@ -228,23 +228,22 @@ class Tracker(Protocol):
     def finish(self) -> None: ...
 
 
+@dataclass(eq=False)
 class BackgroundTracker:
     """Run one tracker in a thread. Its first failure is a warning and switches it off."""
 
-    def __init__(
-        self, name: str, open_tracker: Callable[[], Tracker], warn: Callable[[str], None]
-    ) -> None:
-        self.name = name
-        self._warn = warn
+    name: str
+    open_tracker: Callable[[], Tracker]
+    warn: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(MAX_QUEUED_STEPS)
-        self._thread = threading.Thread(
-            target=self._work, args=(open_tracker,), daemon=True, name=f"tracker-{name}"
-        )
+        self._thread = threading.Thread(target=self._work, daemon=True, name=f"tracker-{self.name}")
         self._thread.start()
 
-    def _work(self, open_tracker: Callable[[], Tracker]) -> None:
+    def _work(self) -> None:
         try:
-            tracker = open_tracker()
+            tracker = self.open_tracker()
             while True:
                 send = self._queue.get()
                 if send is None:
@@ -252,7 +251,7 @@ class BackgroundTracker:
                 send(tracker)
             tracker.finish()
         except Exception as error:  # whatever a tracker raises must not reach the run
-            self._warn(
+            self.warn(
                 f"tracker {self.name} failed and is off for the rest of the run: "
                 f"{type(error).__name__}: {one_line(error)}. "
                 "Nothing is lost: metrics.jsonl has every step."
@@ -277,7 +276,7 @@ class BackgroundTracker:
         try:
             self._queue.put_nowait(send)
         except queue.Full:
-            self._warn(f"tracker {self.name} is too slow: step {step} was not sent to it")
+            self.warn(f"tracker {self.name} is too slow: step {step} was not sent to it")
 
     def finish(self) -> None:
         """Ask the thread to send what is queued and to close the tracker."""
@@ -289,7 +288,7 @@ class BackgroundTracker:
         """Wait for the thread's end. Gives up with a warning after `seconds`."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
-            self._warn(f"tracker {self.name} did not finish in time; gave up on it")
+            self.warn(f"tracker {self.name} did not finish in time; gave up on it")
 
 
 class Tracking:
