@@ -6,7 +6,7 @@ import torch
 
 from verlite.protocol import branches, ragged
 from verlite.protocol.data import DataProto
-from verlite.protocol.fields import FIELDS, check, check_stage
+from verlite.protocol.fields import DTYPES, FIELDS, check, check_stage
 from verlite.trainer import ppo
 from verlite.trainer.stages import advantage, rollout, update
 
@@ -41,7 +41,7 @@ def test_a_correct_batch_is_returned_unchanged():
         ),
         (
             lambda d: d.with_batch(zzz=torch.zeros(2)),
-            "zzz: unknown field; add it to protocol/fields.py",
+            "zzz: unknown field; add it to protocol/fields.toml",
         ),
         (
             lambda d: d.with_batch(values=torch.zeros(2, 4).double()),
@@ -90,6 +90,7 @@ def test_all_errors_are_reported_at_once():
 def test_every_field_has_writer_and_meaning():
     for name, field in FIELDS.items():
         assert field.writer and field.meaning and field.shape.startswith("B"), name
+        assert field.dtype in DTYPES, name
 
 
 def test_a_stage_may_add_only_its_own_fields():

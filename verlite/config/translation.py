@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verlite.config import toml_tables
+from verlite import toml_tables
 from verlite.importing import VERL_VARIABLE
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from verlite.config import toml_tables
+from verlite import toml_tables
 from verlite.config.problems import ConfigError, Problem, nearest
 
 MODEL = "actor_rollout_ref.model."

@@ -159,6 +159,6 @@ def _longest(batch: DataProto, lengths: str) -> int:
 def _dtype(name: str) -> torch.dtype:
     if name == RESPONSE:
         return torch.int64
-    dtype = FIELDS[name].dtype
+    dtype = FIELDS[name].types
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from verlite.config import toml_tables
+from verlite import toml_tables
 from verlite.config.plan import Plan
 from verlite.terminal import GIB, counted
 

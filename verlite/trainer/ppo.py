@@ -1,7 +1,7 @@
 """The training loop: PPO, and with another `algorithm.adv_estimator` GRPO and its relatives.
 
 Each stage takes the run and the batch, and adds the fields that the comment names
-(protocol/fields.py). The configuration decides which stages have work to do: no critic unless the
+(protocol/fields.toml). The configuration decides which stages have work to do: no critic unless the
 estimator uses values, no reference policy unless a KL term uses it, no teacher unless it is
 distilled.
 """

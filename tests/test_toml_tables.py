@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from verlite.config import toml_tables
+from verlite import toml_tables
 
 
 class Entry(NamedTuple):
