@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from verlite.config import schema
 from verlite.config.plan import (
     OPENENV,
     TEACHER,
@@ -19,42 +20,10 @@ from verlite.config.plan import (
     scores_remotely,
     syncs_adapters,
 )
-from verlite.config.schema import (
-    AlgorithmConfig,
-    Config,
-    CustomRewardConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-)
-from verlite.spec.roles import (
-    ActorSpec,
-    AdvantageSpec,
-    AgentSpec,
-    CriticSpec,
-    DataSpec,
-    DistillationSpec,
-    EngineSpec,
-    EnvSpec,
-    FSDPSpec,
-    GenerationSpec,
-    InferenceSpec,
-    LogProbSpec,
-    ModelSpec,
-    OptimSpec,
-    OwnClass,
-    PolicyLossSpec,
-    PublishSpec,
-    ReferenceServiceSpec,
-    ReferenceSpec,
-    RetrieverSpec,
-    RewardServiceSpec,
-    RolloutSpec,
-    ScorerSpec,
-    ServiceSpec,
-)
+from verlite.config.schema import Config
+from verlite.spec import roles
 
-S = TypeVar("S", bound=ServiceSpec)
+S = TypeVar("S", bound=roles.ServiceSpec)
 T = TypeVar("T")
 
 
@@ -74,9 +43,9 @@ def role_spec(role: str, config: Config, plan: Plan, total_steps: int) -> Any:
     return make[role](config, plan, total_steps)
 
 
-def actor_spec(config: Config, plan: Plan, total_steps: int) -> ActorSpec:
+def actor_spec(config: Config, plan: Plan, total_steps: int) -> roles.ActorSpec:
     actor = config.actor_rollout_ref.actor
-    return ActorSpec(
+    return roles.ActorSpec(
         **_training(config, plan, total_steps, "actor"),
         log_probs=_log_probs(config, plan),
         updates=plan.actor,
@@ -85,7 +54,7 @@ def actor_spec(config: Config, plan: Plan, total_steps: int) -> ActorSpec:
         token_selection=vars(actor.policy_loss),
         advantage=advantage_spec(config),
         correction=plan.correction,
-        publish=PublishSpec(
+        publish=roles.PublishSpec(
             routes=plan.weights,
             train_dtype=plan.train_dtype,
             rollout_dtype=plan.rollout_dtype,
@@ -100,8 +69,8 @@ def actor_spec(config: Config, plan: Plan, total_steps: int) -> ActorSpec:
     )
 
 
-def inference_spec(config: Config, plan: Plan, total_steps: int) -> InferenceSpec:
-    return InferenceSpec(
+def inference_spec(config: Config, plan: Plan, total_steps: int) -> roles.InferenceSpec:
+    return roles.InferenceSpec(
         **_training(config, plan, total_steps, "inference"),
         log_probs=_log_probs(config, plan),
         routes=plan.weights,
@@ -110,14 +79,14 @@ def inference_spec(config: Config, plan: Plan, total_steps: int) -> InferenceSpe
     )
 
 
-def reference_spec(role: str, config: Config, plan: Plan, total_steps: int) -> ReferenceSpec:
+def reference_spec(role: str, config: Config, plan: Plan, total_steps: int) -> roles.ReferenceSpec:
     assert plan.ref_micro is not None
-    return ReferenceSpec(**_training(config, plan, total_steps, role), micro=plan.ref_micro)
+    return roles.ReferenceSpec(**_training(config, plan, total_steps, role), micro=plan.ref_micro)
 
 
-def critic_spec(config: Config, plan: Plan, total_steps: int) -> CriticSpec:
+def critic_spec(config: Config, plan: Plan, total_steps: int) -> roles.CriticSpec:
     assert plan.critic is not None and plan.value_micro is not None
-    return CriticSpec(
+    return roles.CriticSpec(
         **_training(config, plan, total_steps, "critic"),
         micro=plan.value_micro,
         updates=plan.critic,
@@ -126,9 +95,9 @@ def critic_spec(config: Config, plan: Plan, total_steps: int) -> CriticSpec:
     )
 
 
-def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
+def rollout_spec(config: Config, plan: Plan) -> roles.RolloutSpec:
     policy = config.actor_rollout_ref
-    return RolloutSpec(
+    return roles.RolloutSpec(
         model=model_spec(policy.model),
         engine=plan.rollout_name,
         generation=generation_spec(policy.rollout, policy.model, kv_at_update(config)),
@@ -139,7 +108,7 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
         engines=plan.engines,
         scorer=scorer_spec(config.custom_reward_function, config.reward),
         env=env_spec(config) if plan.max_turns else None,
-        agent=take(AgentSpec, config.agent) if program(config) else None,
+        agent=take(roles.AgentSpec, config.agent) if program(config) else None,
         template_kwargs=config.data.apply_chat_template_kwargs,
         max_turns=plan.max_turns,
         max_obs_length=config.data.max_obs_length,
@@ -150,11 +119,11 @@ def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
     )
 
 
-def policy_loss_spec(config: Config, plan: Plan) -> PolicyLossSpec:
+def policy_loss_spec(config: Config, plan: Plan) -> roles.PolicyLossSpec:
     actor = config.actor_rollout_ref.actor
     distillation = config.distillation
     return take(
-        PolicyLossSpec,
+        roles.PolicyLossSpec,
         actor,
         loss_mode=plan.loss_mode,
         loss_scale=plan.loss_scale,
@@ -168,17 +137,17 @@ def policy_loss_spec(config: Config, plan: Plan) -> PolicyLossSpec:
             "rollout_correction": plan.correction,
             **actor.policy_loss.kwargs,
         },
-        distillation=take(DistillationSpec, distillation.distillation_loss)
+        distillation=take(roles.DistillationSpec, distillation.distillation_loss)
         if distillation.enabled
         else None,
     )
 
 
-def advantage_spec(config: Config) -> AdvantageSpec:
-    algorithm: AlgorithmConfig = config.algorithm
+def advantage_spec(config: Config) -> roles.AdvantageSpec:
+    algorithm: schema.AlgorithmConfig = config.algorithm
     low, high = config.reward.clip_range or (-10.0, 10.0)
     return take(
-        AdvantageSpec,
+        roles.AdvantageSpec,
         algorithm,
         gdpo_reward_weights=tuple(algorithm.gdpo_reward_weights or ()) or None,
         reward_clip_range=(low, high),
@@ -186,15 +155,15 @@ def advantage_spec(config: Config) -> AdvantageSpec:
     )
 
 
-def model_spec(model: ModelConfig, **values: Any) -> ModelSpec:
+def model_spec(model: schema.ModelConfig, **values: Any) -> roles.ModelSpec:
     """Return a section `model`; `values` take the place of its own."""
-    return take(ModelSpec, model, **values)
+    return take(roles.ModelSpec, model, **values)
 
 
-def teacher_model_spec(config: Config) -> ModelSpec:
+def teacher_model_spec(config: Config) -> roles.ModelSpec:
     """Return the teacher that the run loads. How it runs is as the policy's model says."""
     model = config.actor_rollout_ref.model
-    return ModelSpec(
+    return roles.ModelSpec(
         path=config.distillation.teacher_models.teacher_model.model_path or "",
         trust_remote_code=model.trust_remote_code,
         use_remove_padding=model.use_remove_padding,
@@ -202,20 +171,21 @@ def teacher_model_spec(config: Config) -> ModelSpec:
     )
 
 
-def reference_service_spec(config: Config) -> ReferenceServiceSpec:
-    return service_spec(ReferenceServiceSpec, config.actor_rollout_ref.ref)
+def reference_service_spec(config: Config) -> roles.ReferenceServiceSpec:
+    return service_spec(roles.ReferenceServiceSpec, config.actor_rollout_ref.ref)
 
 
-def teacher_service_spec(config: Config) -> ReferenceServiceSpec:
-    spec = service_spec(ReferenceServiceSpec, config.distillation.teacher_models.teacher_model)
+def teacher_service_spec(config: Config) -> roles.ReferenceServiceSpec:
+    teacher = config.distillation.teacher_models.teacher_model
+    spec = service_spec(roles.ReferenceServiceSpec, teacher)
     return replace(spec, name="teacher service", section=TEACHER.removesuffix("."))
 
 
 def generation_spec(
-    rollout: RolloutConfig, model: ModelConfig, kv_at_update: str = ""
-) -> GenerationSpec:
+    rollout: schema.RolloutConfig, model: schema.ModelConfig, kv_at_update: str = ""
+) -> roles.GenerationSpec:
     return take(
-        GenerationSpec,
+        roles.GenerationSpec,
         rollout,
         servers=tuple(files_of(rollout.servers)),
         syncs_adapters=syncs_adapters(model, rollout),
@@ -236,13 +206,14 @@ def kv_at_update(config: Config) -> str:
     return settings.kv_cache if is_async and settings.partial_rollout else "fresh"
 
 
-def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:
-    return ScorerSpec(
+def scorer_spec(custom: schema.CustomRewardConfig, reward: schema.RewardConfig) -> roles.ScorerSpec:
+    remote = service_spec(roles.RewardServiceSpec, reward.remote)
+    return roles.ScorerSpec(
         path=custom.path,
         name=custom.name,
         reward_kwargs=custom.reward_kwargs,
         secret_env_vars=custom.secret_env_vars,
-        remote=service_spec(RewardServiceSpec, reward.remote) if scores_remotely(reward) else None,
+        remote=remote if scores_remotely(reward) else None,
         score_scale=reward.score_scale,
         timeout_s=reward.timeout_s,
         item_timeout_s=reward.item_timeout_s,
@@ -250,19 +221,19 @@ def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:
     )
 
 
-def data_spec(config: Config) -> DataSpec:
+def data_spec(config: Config) -> roles.DataSpec:
     data = config.data
     return take(
-        DataSpec,
+        roles.DataSpec,
         data,
         teacher_prompt_key=data.teacher_prompt_key if config.distillation.enabled else None,
-        custom_cls=OwnClass(data.custom_cls.path, data.custom_cls.name),
-        sampler=OwnClass(data.sampler.class_path, data.sampler.class_name),
+        custom_cls=roles.OwnClass(data.custom_cls.path, data.custom_cls.name),
+        sampler=roles.OwnClass(data.sampler.class_path, data.sampler.class_name),
         section=data,
     )
 
 
-def env_spec(config: Config) -> EnvSpec:
+def env_spec(config: Config) -> roles.EnvSpec:
     name, kwargs = env_name(config), dict(config.env.kwargs)
     if name == OPENENV:
         kwargs = {
@@ -273,7 +244,7 @@ def env_spec(config: Config) -> EnvSpec:
             "template_kwargs": config.data.apply_chat_template_kwargs,
             **kwargs,
         }
-    return EnvSpec(name, kwargs, service_spec(RetrieverSpec, config.retriever))
+    return roles.EnvSpec(name, kwargs, service_spec(roles.RetrieverSpec, config.retriever))
 
 
 def service_spec(made: type[S], section: Any) -> S:
@@ -283,7 +254,7 @@ def service_spec(made: type[S], section: Any) -> S:
     return made(**values | {"url": tuple(files_of(section.url))})
 
 
-def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:
+def engine_spec(config: Config, plan: Plan, role: str) -> roles.EngineSpec:
     """Return the training engine of a role."""
     policy = config.actor_rollout_ref
     actor = policy.actor
@@ -292,14 +263,14 @@ def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:
     if role == "teacher":
         model = teacher_model_spec(config)
     elif role == "actor":
-        optim = take(OptimSpec, actor.optim)
+        optim = take(roles.OptimSpec, actor.optim)
     elif role == "critic":
         model = model_spec(config.critic.model, path=plan.critic_model_path)
-        optim = take(OptimSpec, config.critic.optim)
+        optim = take(roles.OptimSpec, config.critic.optim)
     limits = config.critic if role == "critic" else actor
-    return EngineSpec(
+    return roles.EngineSpec(
         model=model,
-        fsdp=take(FSDPSpec, engine_settings(config, role, plan.device)),
+        fsdp=take(roles.FSDPSpec, engine_settings(config, role, plan.device)),
         optim=optim,
         grad_clip=limits.grad_clip,
         max_nonfinite_updates=limits.max_nonfinite_updates,
@@ -319,8 +290,8 @@ def _training(config: Config, plan: Plan, total_steps: int, role: str) -> dict[s
     }
 
 
-def _log_probs(config: Config, plan: Plan) -> LogProbSpec:
-    return LogProbSpec(
+def _log_probs(config: Config, plan: Plan) -> roles.LogProbSpec:
+    return roles.LogProbSpec(
         micro=plan.log_prob_micro,
         needs_sum_pi_squared=plan.needs_sum_pi_squared,
         reference_micro=plan.ref_micro,

@@ -404,16 +404,10 @@ class ActorConfig:
 
 
 @dataclass
-class RefConfig:
-    """The frozen reference policy. It exists if a KL term uses it.
+class LogProbServiceConfig:
+    """A service that computes log-probs (`verlite serve reference`), if it has a url."""
 
-    A distillation teacher that the run computes itself has the same micro-batches and fsdp_config.
-    """
-
-    url: Addresses = key(None,
-        "Address, or list of addresses, of a reference service (`verlite serve reference`), such "
-        "as http://host:8001. null: the run computes reference log-probs on its own devices.",
-        used_when=(REFERENCE, NOT_THE_ACTOR))
+    url: Addresses = key(None, "Address, or list of addresses, of the service.")
     token_env: Optional[str] = key(None,
         "Environment variable with the bearer token that the service asks for. null: it needs "
         "none.",
@@ -424,6 +418,19 @@ class RefConfig:
     deadline_s: float = key(900.0,
         "Longest time for one request with all its retries. After that the run stops.",
         bound="> 0", used_when=".url!=null")
+
+
+@dataclass
+class RefConfig(LogProbServiceConfig):
+    """The frozen reference policy. It exists if a KL term uses it.
+
+    A distillation teacher that the run computes itself has the same micro-batches and fsdp_config.
+    """
+
+    url: Addresses = key(None,
+        "Address, or list of addresses, of a reference service (`verlite serve reference`), such "
+        "as http://host:8001. null: the run computes reference log-probs on its own devices.",
+        used_when=(REFERENCE, NOT_THE_ACTOR))
     log_prob_micro_batch_size_per_gpu: Optional[int] = key(None,
         "Samples per forward pass on one device. null: the actor's ppo_micro_batch_size_per_gpu.",
         bound=">= 1", used_when="reference passes count samples (log_prob_use_dynamic_bsz=false)")
@@ -1289,7 +1296,7 @@ class RetrieverConfig:
 
 
 @dataclass
-class TeacherConfig:
+class TeacherConfig(LogProbServiceConfig):
     """The teacher of on-policy distillation."""
 
     model_path: Optional[str] = key(None,
@@ -1299,16 +1306,6 @@ class TeacherConfig:
     url: Addresses = key(None,
         "Address, or list of addresses, of a service with the teacher (`verlite serve "
         "reference`), such as http://host:8001. null: model_path.")
-    token_env: Optional[str] = key(None,
-        "Environment variable with the bearer token that the service asks for. null: it needs "
-        "none.",
-        used_when=".url!=null")
-    timeout_s: float = key(300.0,
-        "Longest time for one request to the service. A slower one is retried.",
-        bound="> 0", used_when=".url!=null")
-    deadline_s: float = key(900.0,
-        "Longest time for one request with all its retries. After that the run stops.",
-        bound="> 0", used_when=".url!=null")
 
 
 @dataclass

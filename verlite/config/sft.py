@@ -197,6 +197,7 @@ def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
     yield from data.missing("data.train_files", config.data.train_files)
     yield from data.missing("data.val_files", config.data.val_files)
     yield from trainer.run_section(config.trainer)
+    yield from trainer.run_folders(config.trainer)
     yield from trainer.missing_trackers(config.trainer.logger)
 
 

@@ -16,24 +16,9 @@ from typing import Any
 
 from verlite.config.commands import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
+from verlite.convert import formulas
 from verlite.convert.engine import Draft, apply
-from verlite.convert.formulas import (
-    COMMANDS,
-    CORRECTION,
-    KL_NAMES,
-    NO_DUAL_CLIP,
-    SCHEDULES,
-    Processes,
-    dual_clip,
-    launch,
-    own_key,
-    prepare_data,
-    processes,
-    rows_file,
-    same_reference,
-    start_text,
-    verbatim,
-)
+from verlite.convert.formulas import COMMANDS, CORRECTION, KL_NAMES, NO_DUAL_CLIP, SCHEDULES
 from verlite.convert.rows import ACTOR, MODEL, REF, ROLLOUT, Row, read
 from verlite.convert.text import Conversion, unexpanded
 from verlite.spec import catalog
@@ -42,7 +27,7 @@ from verlite.spec import catalog
 def _tuned(row: Row) -> Row:
     """Return a shared row of train_ppo_ray as train_sft and train_dpo have it."""
     also = [re.sub(r"^actor\.(?=adam|max_norm|lr_|min_lr)", "", name) for name in row.also]
-    keys = " ".join(filter(None, map(own_key, row.to.split())))
+    keys = " ".join(filter(None, map(formulas.own_key, row.to.split())))
     return replace(row, to=keys, also=tuple(re.sub(r"^actor\.", "model.", name) for name in also))
 
 
@@ -87,14 +72,14 @@ def convert(arguments: Sequence[str], version: str | None = None) -> Conversion:
         given,
         lambda name: typed.get(name, f"--{name}"),
         command=command,
-        own_key=str if is_ppo else own_key,
+        own_key=str if is_ppo else formulas.own_key,
     )
     done = apply(draft, FORMULAS if is_ppo else TUNING_FORMULAS)
     done = replace(done, defaults=TABLES[program].describe(given, version))
     if is_ppo:
         return done
-    found = processes(before)
-    more = "" if "torchrun" in before else start_text(found, found.nodes)
+    found = formulas.processes(before)
+    more = "" if "torchrun" in before else formulas.start_text(found, found.nodes)
     return replace(done, launch=_launch(before, found), defaults=done.defaults + more)
 
 
@@ -149,14 +134,14 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     return [], "train_ppo_ray", words
 
 
-def _launch(before: Sequence[str], found: Processes) -> str:
+def _launch(before: Sequence[str], found: formulas.Processes) -> str:
     """Return how to start main_sft or main_dpo, from the words that start OpenRLHF's program."""
     if "torchrun" in before:
         words = list(before[before.index("torchrun") :])
         return shlex.join(words if words[-1] == "-m" else [*words, "-m"])
     if before and "deepspeed" not in before:
-        return launch(1)
-    return launch(found.per_node, found.nodes)
+        return formulas.launch(1)
+    return formulas.launch(found.per_node, found.nodes)
 
 
 def _plain(word: str) -> str:
@@ -415,7 +400,7 @@ def loss(draft: Draft) -> None:
         draft.set(ACTOR + "loss_agg_mode", "seq-mean-token-mean")
     else:
         draft.set(ACTOR + "loss_agg_mode", draft["loss_agg_mode"], explicit=False)
-        dual_clip(draft, draft["dual_clip"], "OpenRLHF")
+        formulas.dual_clip(draft, draft["dual_clip"], "OpenRLHF")
     entropy = draft["entropy_loss_coef"]
     if entropy is not None:
         draft.set(ACTOR + "entropy_coeff", entropy, explicit=False)
@@ -571,16 +556,16 @@ def data(draft: Draft) -> None:
     for name in ("label_key", "input_template"):
         if draft[name]:
             options += [f"--{name}", draft[name]]
-    draft.set("data.train_files", prepare_data(draft, draft["prompt_data"], options))
+    draft.set("data.train_files", formulas.prepare_data(draft, draft["prompt_data"], options))
     _probabilities(draft, "prompt_data_probs", draft["prompt_data"])
     if not draft["apply_chat_template"] and draft["input_key"] not in MESSAGE_COLUMNS:
-        verbatim(draft)
+        formulas.verbatim(draft)
     samples = draft["max_samples"]
     if samples is not None:
         comment = "of more rows, a random choice; OpenRLHF takes the first ones of each file"
         draft.set("data.train_max_samples", samples, comment)
     if draft["eval_dataset"]:
-        draft.set("data.val_files", prepare_data(draft, draft["eval_dataset"], options))
+        draft.set("data.val_files", formulas.prepare_data(draft, draft["eval_dataset"], options))
         draft.set("trainer.test_freq", draft["eval_steps"])
         draft.set("trainer.val_before_train", False)
         draft.set(ROLLOUT + "val_kwargs.do_sample", True)
@@ -679,13 +664,17 @@ def tuning_data(draft: Draft) -> None:
             draft.refuse(name, "is missing")
     if not draft["dataset"]:
         return
-    draft.set("data.train_files", rows_file(draft, draft["dataset"], draft["dataset_split"]))
+    draft.set(
+        "data.train_files", formulas.rows_file(draft, draft["dataset"], draft["dataset_split"])
+    )
     _probabilities(draft, "dataset_probs", draft["dataset"])
     draft.set("data.max_length", draft["max_len"])
     note = "longer rows lose their end. OpenRLHF leaves out rows whose prompt alone is too long; "
     draft.set("data.truncation", "right", f"{note}verlite refuses them")
     if draft["eval_dataset"]:
-        draft.set("data.val_files", rows_file(draft, draft["eval_dataset"], draft["eval_split"]))
+        draft.set(
+            "data.val_files", formulas.rows_file(draft, draft["eval_dataset"], draft["eval_split"])
+        )
         note = "OpenRLHF: after each epoch. -1: once, at the end" if draft["eval_steps"] < 0 else ""
         draft.set("trainer.test_freq", draft["eval_steps"], note)
     (sft_columns if "input_key" in draft.rows else dpo_columns)(draft)
@@ -712,7 +701,7 @@ def sft_columns(draft: Draft) -> None:
 
 def dpo_columns(draft: Draft) -> None:
     """Prompt, better and worse response."""
-    same_reference(draft, "ref_pretrain", "pretrain")
+    formulas.same_reference(draft, "ref_pretrain", "pretrain")
     if draft["prompt_key"]:
         draft.set("data.prompt_key", draft["prompt_key"])
     elif not draft["apply_chat_template"]:
@@ -733,7 +722,7 @@ def tuning_template(draft: Draft) -> None:
         text = f"{{% for m in messages %}}{{{{ {start} + m.content + {end} }}}}{{% endfor %}}"
         draft.set(MODEL + "custom_chat_template", text, "writes --input_template around the prompt")
     else:
-        verbatim(draft)
+        formulas.verbatim(draft)
 
 
 TUNING_FORMULAS = (tuning_data, tuning_schedule, memory, outputs)

@@ -13,23 +13,9 @@ from typing import Any
 
 from verlite.config.commands import PPO
 from verlite.config.problems import ConfigError, Problem
+from verlite.convert import formulas
 from verlite.convert.engine import Draft, apply, sentence
-from verlite.convert.formulas import (
-    COMMANDS,
-    CORRECTION,
-    KL_NAMES,
-    NO_DUAL_CLIP,
-    SCHEDULES,
-    dual_clip,
-    launch,
-    own_key,
-    prepare_data,
-    processes,
-    rows_file,
-    same_reference,
-    start_text,
-    trackers,
-)
+from verlite.convert.formulas import COMMANDS, CORRECTION, KL_NAMES, NO_DUAL_CLIP, SCHEDULES
 from verlite.convert.rows import ACTOR, MODEL, ROLLOUT, Row, find, read, unknown
 from verlite.convert.text import Conversion
 from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read_file
@@ -77,7 +63,7 @@ def convert(
     source = f"the command line in {file}" if found.words and not typed else ""
     _, _, documented = program(found.words)
     line, after = (words, typed) if typed else (found.words, documented)
-    said = processes(line[: len(line) - len(after)])
+    said = formulas.processes(line[: len(line) - len(after)])
     gpus = gpus or (said.per_node or PER_NODE) * said.nodes
     is_divided = gpus % said.nodes == 0 and gpus // said.nodes <= PER_NODE
     nodes = said.nodes if is_divided else max(1, gpus // PER_NODE)
@@ -85,19 +71,19 @@ def convert(
     name = trainer or (named if named and not script else found.trainer)
     table = TABLES[name].at(version)
     given, computed = _named(table, settings, name)
-    formulas = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
-    formulas.append(partial(devices, gpus=gpus, nodes=nodes))
+    chosen = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
+    chosen.append(partial(devices, gpus=gpus, nodes=nodes))
     warn = partial(_warn_of_computed, computed=computed)
     title, command = f"TRL's {name.upper()}Trainer", COMMANDS.get(name, PPO)
-    renamed = own_key if name in COMMANDS else str
+    renamed = formulas.own_key if name in COMMANDS else str
     draft = Draft(title, table, given, command=command, own_key=renamed)
-    done = apply(draft, [*formulas, warn])
+    done = apply(draft, [*chosen, warn])
     defaults = TABLES[name].describe({*given, *computed}, version)
     if source:
         defaults = f"Settings are those of {source}: {' '.join(found.words)}. {defaults}"
     is_tuning = name in COMMANDS
-    started = launch(gpus // nodes, nodes) if is_tuning else done.launch
-    defaults += start_text(said, nodes if is_tuning else 1)
+    started = formulas.launch(gpus // nodes, nodes) if is_tuning else done.launch
+    defaults += formulas.start_text(said, nodes if is_tuning else 1)
     return replace(done, defaults=defaults, launch=started)
 
 
@@ -246,7 +232,7 @@ def tuning_loss(draft: Draft, gpus: int) -> None:
         remedy = f"verlite has {', '.join(filter(None, known))}."
         draft.refuse("loss_type", "has no counterpart in verlite", remedy)
     if "ref_model" in draft.rows:
-        same_reference(draft, "ref_model", "model_name_or_path")
+        formulas.same_reference(draft, "ref_model", "model_name_or_path")
 
 
 def _prompt_length(draft: Draft) -> None:
@@ -285,7 +271,7 @@ def grpo_loss(draft: Draft, gpus: int) -> None:
     if high:
         draft.set(ACTOR + "clip_ratio_high", high)
     if draft.values.get(ACTOR + "policy_loss.loss_mode") is None:
-        dual_clip(draft, draft["delta"], "TRL")
+        formulas.dual_clip(draft, draft["delta"], "TRL")
 
 
 def _kl_loss(draft: Draft, count: int) -> None:
@@ -346,7 +332,7 @@ def rloo_loss(draft: Draft, gpus: int) -> None:
     draft.set(ACTOR + "clip_ratio", draft["epsilon"], explicit=False)
     if draft["epsilon_high"]:
         draft.set(ACTOR + "clip_ratio_high", draft["epsilon_high"])
-    dual_clip(draft, None, "TRL")
+    formulas.dual_clip(draft, None, "TRL")
     several = updates(draft, gpus) > 1
     note = "TRL clips the ratio of a whole response, verlite that of each token" if several else ""
     draft.set(ACTOR + "loss_agg_mode", "seq-mean-token-sum", note)
@@ -360,7 +346,7 @@ def ppo_loss(draft: Draft, gpus: int) -> None:
         draft.set("algorithm.kl_ctrl.kl_coef", draft["kl_coef"])
         kind = KL_NAMES.get(draft["kl_estimator"], "kl")
         draft.set("algorithm.kl_penalty", kind, explicit=False)
-    dual_clip(draft, None, "TRL")
+    formulas.dual_clip(draft, None, "TRL")
     draft.set("critic.optim.lr", draft["learning_rate"], "TRL trains both with one optimizer")
     if draft["missing_eos_penalty"]:
         rule = "is subtracted in TRL from the scores of responses without end"
@@ -496,7 +482,7 @@ def data(draft: Draft, gpus: int) -> None:
         name = draft[field]
         if isinstance(name, str) and not isinstance(name, Computed):
             options = ["--input_key", "prompt"]
-            draft.set(key, prepare_data(draft, name, options, draft[split]))
+            draft.set(key, formulas.prepare_data(draft, name, options, draft[split]))
         elif name is not None or field == "dataset_name":
             file = "train.parquet" if field == "dataset_name" else "val.parquet"
             draft.set(key, file, note.format(name or "data set"))
@@ -513,7 +499,7 @@ def tuning_data(draft: Draft) -> None:
     train, test = draft["dataset_train_split"], draft["dataset_test_split"]
     for files, value, split in (("train", name, train), ("val", validation, test)):
         if isinstance(value, str) and not isinstance(value, Computed):
-            draft.set(f"data.{files}_files", rows_file(draft, value, split))
+            draft.set(f"data.{files}_files", formulas.rows_file(draft, value, split))
         elif files == "train" or (value is not None and evaluates):
             note = f"write the rows of the script's {value or 'data set'} into it"
             draft.set(f"data.{files}_files", f"{files}.parquet", note)
@@ -569,7 +555,7 @@ def run(draft: Draft, gpus: int) -> None:
         draft.warn("resume_from_checkpoint", "verlite cannot load checkpoints of TRL")
     report = draft["report_to"]
     backends = [report] if isinstance(report, str) else list(report or [])
-    trackers(draft, "report_to", backends)
+    formulas.trackers(draft, "report_to", backends)
 
 
 def _every(draft: Draft, key: str, value: Any, count: int, note: str) -> None:

@@ -35,8 +35,7 @@ RULES = (
     devices.servers,
     devices.engine_kwargs,
     devices.visible_devices,  # after all rules that a broken placement silences
-    trainer.resume,
-    trainer.max_runtime,
+    trainer.length_and_resume,
     trainer.addresses,
     trainer.environment,
     devices.engine_is_installed,

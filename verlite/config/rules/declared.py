@@ -18,25 +18,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from verlite.config import plan
+from verlite.config import plan, schema
 from verlite.config.keys import Key, find, get
 from verlite.config.problems import Problem
 from verlite.config.rules.context import KEYS, Context
-from verlite.config.schema import (
-    CRITIC,
-    GIVEN_VALIDATION,
-    GPU,
-    KL_TERM,
-    NOT_THE_ACTOR,
-    OWN_ENGINES,
-    OWN_REFERENCE,
-    OWN_ROWS,
-    PROGRAM,
-    REFERENCE,
-    ROW_ESTIMATOR,
-    UNWHITENED,
-    VLLM,
-)
 from verlite.spec import catalog
 
 OWN_NAME = re.compile(r"[\w.]+:\w+")
@@ -183,22 +168,22 @@ def _divides_by_constant(c: Context) -> bool:
 
 # fmt: off
 PREDICATES: dict[str, Callable[[Context], bool]] = {
-    GIVEN_VALIDATION: lambda c: bool(c.val_files),
+    schema.GIVEN_VALIDATION: lambda c: bool(c.val_files),
     # A teacher has the settings of the reference's passes.
-    KL_TERM: lambda c: plan.needs_reference(c.config) or c.config.distillation.enabled,
-    REFERENCE: lambda c: plan.needs_reference(c.config),
-    PROGRAM: lambda c: c.program is not None,
-    CRITIC: lambda c: c.needs_critic,
-    ROW_ESTIMATOR: lambda c: catalog.estimator(c.estimator).by_row,
-    UNWHITENED: lambda c: not catalog.estimator(c.estimator).whitens,
-    VLLM: lambda c: c.engine not in ("hf", "server"),
-    OWN_ENGINES: lambda c: c.rollout.name != "server",
-    GPU: lambda c: _may_be_on(c, "cuda"),
+    schema.KL_TERM: lambda c: plan.needs_reference(c.config) or c.config.distillation.enabled,
+    schema.REFERENCE: lambda c: plan.needs_reference(c.config),
+    schema.PROGRAM: lambda c: c.program is not None,
+    schema.CRITIC: lambda c: c.needs_critic,
+    schema.ROW_ESTIMATOR: lambda c: catalog.estimator(c.estimator).by_row,
+    schema.UNWHITENED: lambda c: not catalog.estimator(c.estimator).whitens,
+    schema.VLLM: lambda c: c.engine not in ("hf", "server"),
+    schema.OWN_ENGINES: lambda c: c.rollout.name != "server",
+    schema.GPU: lambda c: _may_be_on(c, "cuda"),
     "the run is on CPUs": lambda c: _may_be_on(c, "cpu"),
     "a reference or teacher has its own worker":
         lambda c: bool({"ref", "teacher"} & set(plan.roles(c.config))),
-    NOT_THE_ACTOR: lambda c: not plan.uses_lora(c.model),
-    OWN_REFERENCE: lambda c: c.own_reference,
+    schema.NOT_THE_ACTOR: lambda c: not plan.uses_lora(c.model),
+    schema.OWN_REFERENCE: lambda c: c.own_reference,
     "a pass counts samples (use_dynamic_bsz=false)":
         lambda c: not all(map(c.by_tokens, PASSES)),
     "a pass fills micro-batches by tokens (use_dynamic_bsz=true)":
@@ -234,7 +219,7 @@ PREDICATES: dict[str, Callable[[Context], bool]] = {
         lambda c: not c.trainer.val_only or c.trainer.val_before_train,
     "the run has a critic, or trainer.critic_warmup is 0":
         lambda c: c.needs_critic or c.trainer.critic_warmup == 0,
-    OWN_ROWS: lambda c: bool(c.data.custom_cls.path or c.data.sampler.class_path),
+    schema.OWN_ROWS: lambda c: bool(c.data.custom_cls.path or c.data.sampler.class_path),
 }
 # fmt: on
 """Conditions that a comparison cannot express. The text is what users read."""

@@ -27,23 +27,17 @@ SET_BY_VERLITE = {
 """Environment variables that a run cannot choose for its workers -> why."""
 
 
-def resume(context: Context) -> Iterator[Problem]:
-    """A checkpoint to resume from is named."""
-    yield from _resume_is_named(context.config.trainer)
+def length_and_resume(context: Context) -> Iterator[Problem]:
+    """The wall time is a duration, and a checkpoint to resume from is named."""
+    yield from run_section(context.config.trainer)
 
 
-def _resume_is_named(trainer: Any) -> Iterator[Problem]:
+def run_section(trainer: Any) -> Iterator[Problem]:
+    """Check the keys of schema.RunConfig, without looking at files."""
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         rule = "must be given with trainer.resume_mode=resume_path"
         yield Problem(RESUME, None, rule, "Give the global_step_N folder of a checkpoint.")
-
-
-def max_runtime(context: Context) -> Iterator[Problem]:
-    """The wall time is a duration."""
-    yield from _is_duration(context.config.trainer.max_runtime)
-
-
-def _is_duration(text: str | None) -> Iterator[Problem]:
+    text = trainer.max_runtime
     if text is None:
         return
     try:
@@ -119,7 +113,7 @@ def _port(key: str, address: str) -> Iterator[Problem]:
 def run_directory(context: Context) -> Iterator[Problem]:
     """The run directory can be written, and the checkpoint to resume from exists."""
     trainer = context.config.trainer
-    yield from unwritable("trainer.default_local_dir", trainer.default_local_dir)
+    yield from run_folders(trainer)
     if JOB_COPY in os.path.abspath(trainer.default_local_dir):
         yield Problem(
             "trainer.default_local_dir",
@@ -128,18 +122,11 @@ def run_directory(context: Context) -> Iterator[Problem]:
             "removes",
             "Give an absolute path on a shared folder.",
         )
-    yield from _resume_exists(trainer)
 
 
-def run_section(trainer: Any) -> Iterator[Problem]:
-    """The rules on keys of schema.RunConfig, for commands without Ray."""
-    yield from _is_duration(trainer.max_runtime)
+def run_folders(trainer: Any) -> Iterator[Problem]:
+    """Check the run directory, and the checkpoint to resume from."""
     yield from unwritable("trainer.default_local_dir", trainer.default_local_dir)
-    yield from _resume_is_named(trainer)
-    yield from _resume_exists(trainer)
-
-
-def _resume_exists(trainer: Any) -> Iterator[Problem]:
     path = trainer.resume_from_path
     if trainer.resume_mode != "resume_path" or not path:
         return
