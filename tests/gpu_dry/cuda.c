@@ -7,6 +7,7 @@
  *
  *   DRY_GPUS   number of GPUs (1); CUDA_VISIBLE_DEVICES chooses among them by number
  *   DRY_NVML   0: NVML cannot be started
+ *   DRY_MEMORY a file, which processes share to see each other's memory on the GPUs
  *   DRY_STRICT set: a fault ends the process
  */
 #define _GNU_SOURCE
@@ -15,6 +16,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -87,9 +89,47 @@ enum { HOST, PINNED, GPU, OPENED, MAPPED };
 typedef struct { char* start; size_t size; int kind, device, file; } Block;
 static Block blocks[1 << 16];
 static int block_count;
-static size_t used[GPUS], pinned;
-size_t dry_used(int device) { return used[device]; }
+static size_t pinned;
 size_t dry_pinned(void) { return pinned; }
+
+/* What each process holds of each GPU. A GPU's memory is that of all processes that live. */
+
+#define PROCESSES 256
+typedef struct { pid_t process; size_t used[GPUS]; } Held;
+typedef struct { Held of[PROCESSES]; size_t peak[GPUS]; } AllHeld;
+static AllHeld* all_held;
+
+static size_t* used(void) {
+  static Held* own;
+  LOCK;
+  if (!all_held) {
+    const char* path = getenv("DRY_MEMORY");
+    int file = path ? open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600) : -1;
+    if (file >= 0 && ftruncate(file, sizeof *all_held)) abort();
+    all_held = mmap(0, sizeof *all_held, PROT_READ | PROT_WRITE, MAP_SHARED | (file < 0 ? MAP_ANONYMOUS : 0), file, 0);
+    if (file >= 0) close(file);
+  }
+  if (!own || own->process != getpid())
+    for (own = all_held->of; !__sync_bool_compare_and_swap(&own->process, 0, getpid()); own++)
+      if (own == &all_held->of[PROCESSES - 1]) { fprintf(stderr, "cuda.c: more than %d processes\n", PROCESSES); abort(); }
+  UNLOCK;
+  return own->used;
+}
+size_t dry_used(int device) { return used()[device]; }
+size_t dry_held(int device) {
+  used();
+  size_t out = 0;
+  for (Held* held = all_held->of; held < all_held->of + PROCESSES && held->process; held++)
+    if (!kill(held->process, 0)) out += held->used[device];
+  return out;
+}
+static void hold(int device, long change) {
+  __sync_add_and_fetch(&used()[device], change);
+  size_t now = dry_held(device), peak;
+  while ((peak = all_held->peak[device]) < now && !__sync_bool_compare_and_swap(&all_held->peak[device], peak, now));
+}
+/* Return the most that all processes held since the last call. */
+size_t dry_peak(int device) { return __sync_lock_test_and_set(&all_held->peak[device], dry_held(device)); }
 
 static Block* find(const void* place) {
   for (int i = block_count - 1; i >= 0; i--)
@@ -99,12 +139,12 @@ static Block* find(const void* place) {
 
 static void add(void* start, size_t size, int kind, int device, int file) {
   blocks[block_count++] = (Block){start, size, kind, device, file};
-  if (kind == GPU) used[device] += size;
+  if (kind == GPU) hold(device, size);
   if (kind == PINNED) pinned += size;
 }
 
 static void drop(Block* block) {
-  if (block->kind == GPU) used[block->device] -= block->size;
+  if (block->kind == GPU) hold(block->device, -block->size);
   if (block->kind == PINNED) pinned -= block->size;
   *block = blocks[--block_count];
 }
@@ -299,7 +339,7 @@ cudaError_t cudaMalloc(void** out, size_t size) {
   count_devices();
   LOCK;
   int file, device = physical(current);
-  *out = used[device] + size > TOTAL ? MAP_FAILED : new_file(size, &file);
+  *out = dry_held(device) + size > TOTAL ? MAP_FAILED : new_file(size, &file);
   if (*out != MAP_FAILED) add(*out, size, GPU, device, file);
   UNLOCK;
   return *out == MAP_FAILED ? cudaErrorMemoryAllocation : OK;
@@ -349,7 +389,7 @@ cudaError_t cudaFreeHost(void* place) {
   return failed;
 }
 cudaError_t cudaMemGetInfo(size_t* free_, size_t* total) {
-  NOTE(0, 0, 0); count_devices(); *total = TOTAL; *free_ = TOTAL - used[physical(current)]; return OK;
+  NOTE(0, 0, 0); count_devices(); *total = TOTAL; *free_ = TOTAL - dry_held(physical(current)); return OK;
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* out, const void* place) {
   LOCK;
@@ -463,15 +503,15 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* out, size_t size, const CUmem
   count_devices();
   Physical* made = malloc(sizeof *made);
   *made = (Physical){memfd_create("dry-gpu", MFD_CLOEXEC), physical(prop->location.id), size};
-  if (used[made->device] + size > TOTAL || ftruncate(made->file, size)) return CUDA_ERROR_OUT_OF_MEMORY;
-  LOCK; used[made->device] += size; UNLOCK;
+  if (dry_held(made->device) + size > TOTAL || ftruncate(made->file, size)) return CUDA_ERROR_OUT_OF_MEMORY;
+  hold(made->device, size);
   *out = (CUmemGenericAllocationHandle)made;
   return 0;
 }
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   Physical* made = (Physical*)handle;
   NOTE(made->size, 0, 0);
-  LOCK; used[made->device] -= made->size; UNLOCK;
+  hold(made->device, -made->size);
   close(made->file);
   free(made);
   return 0;
@@ -583,7 +623,7 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** out) { *out = (void*
 int nvmlDeviceGetName(void* device, char* out, unsigned size) { snprintf(out, size, "NVIDIA H100 80GB HBM3"); return 0; }
 int nvmlDeviceGetCudaComputeCapability(void* device, int* major, int* minor) { *major = 9; *minor = 0; return 0; }
 int nvmlDeviceGetMemoryInfo(void* device, unsigned long long* out) {
-  out[0] = TOTAL; out[2] = used[(size_t)device - 1]; out[1] = TOTAL - out[2]; return 0;
+  out[0] = TOTAL; out[2] = dry_held((size_t)device - 1); out[1] = TOTAL - out[2]; return 0;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void* device, unsigned* count, void* out) { *count = 0; return 0; }
 int nvmlDeviceGetComputeRunningProcesses(void* device, unsigned* count, void* out) { *count = 0; return 0; }

@@ -67,7 +67,7 @@ def loaded() -> bool:
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
     library.dry_rows.restype = ctypes.POINTER(_Row)
-    for name in ("dry_row_count", "dry_used", "dry_pinned"):
+    for name in ("dry_row_count", "dry_used", "dry_pinned", "dry_held", "dry_peak"):
         getattr(library, name).restype = ctypes.c_long
     number, place = ctypes.c_int, ctypes.c_void_p
     library.dry_operator.argtypes = [number, place, place, ctypes.c_long, number]
@@ -89,6 +89,16 @@ def calls() -> Iterator[Calls]:
 def used(device: int = 0) -> int:
     """Return the bytes that this process holds of a GPU, as the machine numbers GPUs."""
     return int(_library().dry_used(device))
+
+
+def held(device: int = 0) -> int:
+    """Return the bytes of a GPU that all processes hold that have this DRY_MEMORY."""
+    return int(_library().dry_held(device))
+
+
+def peak(device: int = 0) -> int:
+    """Return the most that they held since the last call."""
+    return int(_library().dry_peak(device))
 
 
 def pinned() -> int:

@@ -11,6 +11,21 @@ from typing import Any
 COMPUTES = ("verlite.engine.fsdp", "verlite.rollout.engines.hf", "verlite.weights.transport")
 
 
+def has_gpus(machine: ModuleType) -> None:
+    machine.__dict__["_nvidia_gpus"] = lambda root: int(os.environ["DRY_GPUS"])
+
+
+def records_memory(worker_actor: ModuleType) -> None:
+    if "DRY_PHASES" in os.environ:
+        importlib.import_module("tests.gpu_dry.phases").record(worker_actor.WorkerActor)
+
+
+CHANGES = {
+    "verlite.machine": has_gpus,
+    "verlite.controller.worker_actor": records_memory,
+}
+
+
 class Hook:
     """An import hook."""
 
@@ -20,7 +35,8 @@ class Hook:
         if name in COMPUTES and not self.computing:
             self.computing = True
             importlib.import_module("tests.gpu_dry.cpu_kernels").install()
-        if name != "verlite.machine":
+        change = CHANGES.get(name)
+        if change is None:
             return None
         spec = PathFinder.find_spec(name, path)
         assert spec is not None
@@ -29,7 +45,7 @@ class Hook:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            module.__dict__["_nvidia_gpus"] = lambda root: int(os.environ["DRY_GPUS"])
+            change(module)
 
         loader.exec_module = exec_module
         return spec
