@@ -72,6 +72,9 @@ def install() -> None:
 
     threading.Thread.run = run_with_kernels  # type: ignore[method-assign]
     from tests.gpu_dry.nccl import Nccl
+    from verlite.algorithms import logprobs
+
+    logprobs._compiled = _fused  # type: ignore[assignment]
 
     torch.distributed.ProcessGroupNCCL = Nccl  # type: ignore[misc]
     torch.distributed.distributed_c10d.ProcessGroupNCCL = Nccl  # type: ignore[misc]
@@ -131,6 +134,11 @@ def _compute(func: Any, flat: list[Any], spec: Any, target: Any) -> Any:
     if getattr(func, "namespace", "") == "_c10d_functional":  # its later wait has another tensor
         result = tree_map(lambda x: torch.ops._c10d_functional.wait_tensor(x), result)
     return tree_map(to_gpu, result)
+
+
+def _fused(function: Any) -> Any:
+    """Stands for torch.compile: memory of the GPU holds results only."""
+    return lambda *arguments: _compute(function, *tree_flatten((arguments, {})), None)
 
 
 def _to_copy(x: Tensor, **options: Any) -> Tensor:

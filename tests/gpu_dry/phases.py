@@ -70,3 +70,43 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 def calls(log: Path) -> list[Call]:
     """Return the calls in the order in which they ended."""
     return [Call(*json.loads(line)) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+MIB = 2**20
+NAMES = {
+    "build": {"build"},
+    "generation": {"rollout.generate"},
+    "old log-probs": {"actor.log_probs"},
+    "reference log-probs": {"ref.log_probs"},
+    "values": {"critic.values"},
+    "critic update": {"critic.update"},
+    "actor update": {"actor.update"},
+    "sync": {"actor.offer_weights", "actor.publish_weights"},
+    "sync: gather": {"actor.offer_weights", "actor.publish_weights"},
+    "sync: load": {"rollout.fetch_weights", "rollout.load_weights"},
+    "checkpoint": {"actor.save", "critic.save"},
+}
+"""The calls of each phase of `verlite plan`."""
+
+
+class Count(NamedTuple):
+    """What a phase needed: bytes of each role's tensors, and of the device."""
+
+    tensors: dict[str, int]
+    held: int
+
+
+def counted(calls: list[Call], phase: str, device: int = 0) -> Count:
+    """Return the fullest call of a phase; the tensors of the other roles are those that they had
+    left."""
+    rest: dict[str, int] = {}
+    most, held = {"": 0}, 0
+    for call in calls:
+        if call.device != device:
+            continue
+        if call.method in NAMES[phase] or f"{call.role}.{call.method}" in NAMES[phase]:
+            now = rest | {call.role: call.peak}
+            most = max(most, now, key=lambda roles: sum(roles.values()))
+            held = max(held, call.held)
+        rest[call.role] = call.after
+    return Count(most, held)

@@ -11,6 +11,7 @@ Nothing is pickled. Files are written in place; the caller makes the folder appe
 """
 
 import json
+import math
 import os
 import random
 from collections.abc import Collection, Iterator
@@ -225,9 +226,14 @@ def nonfinite(model: nn.Module) -> list[str]:
     """Return the names of parameters with NaN or infinite values on any rank. All ranks must call
     it."""
     named = list(model.named_parameters())
-    flags = torch.stack([(~torch.isfinite(local_part(p))).any() for _, p in named]).int()
+    flags = torch.stack([~_largest(local_part(p)).isfinite() for _, p in named]).int()
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [name for (name, _), flag in zip(named, flags.tolist(), strict=True) if flag]
+
+
+def _largest(part: Tensor) -> Tensor:
+    """Return the largest magnitude, [], or NaN. It takes no memory; isfinite(part) does."""
+    return torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
 
 
 def local_part(tensor: Tensor) -> Tensor:

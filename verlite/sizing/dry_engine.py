@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 from transformers import PreTrainedModel
 
 from verlite.algorithms import logprobs
@@ -193,13 +193,26 @@ def fake_ranks(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def kernels_of(kind: str) -> Iterator[None]:
-    """Choose kernels and chunks as on devices of this kind."""
+def kernels_of(kind: str, tracker: BytesTracker) -> Iterator[None]:
+    """Choose kernels and chunks as on devices of this kind. What is compiled on a GPU holds nothing
+    but its results."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with tracker.paused():
+                results = function(*arguments)
+            tree_map(tracker.note, results)
+            return results
+
+        return call
+
     with ExitStack() as stack:
         if kind == "cuda":
             chunks = {"cpu": logprobs.CHUNK_ELEMENTS["cuda"]}
             stack.enter_context(mock.patch.dict(logprobs.CHUNK_ELEMENTS, chunks))
             stack.enter_context(mock.patch.object(attention, "_fits_varlen_kernel", _fits))
+            stack.enter_context(mock.patch.object(logprobs, "_fused", logprobs._whole_chunk))
+            stack.enter_context(mock.patch.object(logprobs, "_compiled", compiled))
         yield
 
 

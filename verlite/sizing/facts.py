@@ -61,6 +61,12 @@ class ModelFacts:
         """All parameters."""
         return sum(self.kinds.values())
 
+    @property
+    def layer(self) -> int:
+        """Parameters of a decoder layer, on average."""
+        outside = sum(self.kinds.get(kind, 0) for kind in ("embedding", "output head"))
+        return (self.parameters - outside) // self.layers
+
     def forward_flops(self, length: int) -> int:
         """Return the floating-point operations per token of a forward pass over sequences of
         `length` tokens: 2 per multiplied parameter, and full causal attention.

@@ -56,6 +56,11 @@ class PassRows:
     prompts: tuple[int, ...] = ()
 
 
+FEW = PassRows((16,), 8)
+"""Less than any check of a model has. What such a pass needs is gathered weights and a chunk of
+logits."""
+
+
 @dataclass(frozen=True)
 class Passes:
     """What one role runs.
@@ -78,6 +83,8 @@ class RoleMemory:
 
     parameters: its shard of the parameters and buffers.
     optimizer: its shard of Adam's moments.
+    check: peak of a pass over a few tokens, as at the start and before a weight sync, parameters
+        and optimizer included.
     forward: peak of a forward pass, parameters and optimizer included; 0 if it is not run.
     update: peak of an update, likewise.
     host: activations in host memory at the peak, with enable_activation_offload.
@@ -85,6 +92,7 @@ class RoleMemory:
 
     parameters: int
     optimizer: int
+    check: int
     forward: int
     update: int
     host: int = 0
@@ -100,6 +108,7 @@ class _Run:
     parameters: int
     optimizer: int
     host: int
+    check: list[Segment]
     forward: list[Segment]
     update: list[Segment]
 
@@ -117,7 +126,10 @@ def measure(spec: DryEngineSpec, passes: Passes, whole: bool = False) -> RoleMem
     if whole or number <= LONG or not alike:
         run = _run(spec, passes)
         return RoleMemory(
-            run.parameters, run.optimizer, _most(run.forward), _most(run.update), run.host
+            run.parameters,
+            run.optimizer,
+            *(_most(segments) for segments in (run.check, run.forward, run.update)),
+            run.host,
         )
     short, long = (
         _run(replace(spec, model=replace(spec.model, override_config=override)), passes)
@@ -130,6 +142,7 @@ def measure(spec: DryEngineSpec, passes: Passes, whole: bool = False) -> RoleMem
     return RoleMemory(
         line(short.parameters, long.parameters),
         line(short.optimizer, long.optimizer),
+        peak(short.check, long.check, number),
         peak(short.forward, long.forward, number) if passes.forward else 0,
         peak(short.update, long.update, number) if passes.update else 0,
         line(short.host, long.host),
@@ -158,7 +171,8 @@ def _run(spec: DryEngineSpec, passes: Passes) -> _Run:
     tracker = BytesTracker(mode)
     forward: list[Segment] = []
     update: list[Segment] = []
-    with fake_ranks(spec.ranks), kernels_of(spec.kind), resizes_noted(tracker), tracker:
+    kernels = kernels_of(spec.kind, tracker)
+    with fake_ranks(spec.ranks), kernels, resizes_noted(tracker), tracker:
         engine = DryEngine(spec, tracker, mode)
         parameters = _bytes([*engine.model.parameters(), *engine.model.buffers()])
         optimizer = 0
@@ -167,17 +181,21 @@ def _run(spec: DryEngineSpec, passes: Passes) -> _Run:
             optimizer = _bytes([tensor for state in states for tensor in state])
         tracker.mark("build")
         tracker.take_segments()
-        if passes.forward is not None:
-            batch, micro = rows_batch(passes.forward)
+
+        def run_forward(rows: PassRows, **options: bool) -> list[Segment]:
+            batch, micro = rows_batch(rows)
             with mode:
-                engine.forward(
-                    batch,
-                    micro,
-                    with_entropy=passes.forward_entropy,
-                    with_sum_pi_squared=passes.sum_pi_squared,
-                )
+                engine.forward(batch, micro, **options)
             tracker.mark("end")
-            forward = tracker.take_segments()
+            return tracker.take_segments()
+
+        check = run_forward(FEW)
+        if passes.forward is not None:
+            forward = run_forward(
+                passes.forward,
+                with_entropy=passes.forward_entropy,
+                with_sum_pi_squared=passes.sum_pi_squared,
+            )
         if passes.update is not None:
             batch, micro = rows_batch(passes.update)
             objective = Objective(passes.update_entropy == "loss")
@@ -186,7 +204,7 @@ def _run(spec: DryEngineSpec, passes: Passes) -> _Run:
             tracker.mark("step")
             update = tracker.take_segments()
         host = engine.offloaded
-    return _Run(parameters, optimizer, host, forward, update)
+    return _Run(parameters, optimizer, host, check, forward, update)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

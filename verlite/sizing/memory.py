@@ -18,6 +18,7 @@ from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
 from verlite.sizing.measure import Passes, PassRows, RoleMemory
 from verlite.spec.roles import FSDPSpec, ModelSpec
 from verlite.terminal import GIB, amount, counted, size
+from verlite.weights import fingerprint
 from verlite.workers.roles import ROLES
 
 
@@ -199,10 +200,16 @@ def largest(plan: Plan, micro: Micro | None, rows: int, model: ModelSpec) -> Pas
     return PassRows(lengths, plan.longest_response, number < rows, prompts if shared else ())
 
 
-PROCESS = int(0.9 * GIB)
-"""Assumed for each training process on a GPU: CUDA context 0.5, NCCL and cuBLAS buffers 0.4 GiB."""
-ASLEEP = int(1.5 * GIB)
-"""Assumed for a vLLM engine in sleep mode: context, communication buffers, CUDA graphs."""
+CONTEXT = int(0.5 * GIB)
+"""Assumed for the CUDA context of a process, which vLLM does not count as its share."""
+PROCESS = CONTEXT + int(0.4 * GIB)
+"""Assumed for each training process on a GPU: its context, NCCL and cuBLAS buffers."""
+ASLEEP = int(0.5 * GIB)
+"""Assumed for what a vLLM engine keeps in sleep mode, beside its context: buffers of kernels."""
+GRAPHS = int(1.5 * GIB)
+"""Assumed for its CUDA graphs, which stay on the GPU, too; none with rollout.enforce_eager."""
+HASHED = 10
+"""Bytes for each element that is hashed: its value, and two integers."""
 FRAGMENTS = 0.05
 """Assumed share of the training engines' bytes that the allocator cannot use."""
 HOST_PROCESS = {"cuda": int(3 * GIB), "cpu": int(1.5 * GIB)}
@@ -360,18 +367,25 @@ def _phases(
     """Return the phases of a device with these roles."""
     trained = [name for name in here if name != "rollout"]
     rest = {name: idle(roles[name], measured[name]) for name in trained}
-    sleeps = _sleeps(config, plan)
+    sleeps = plan.device == "cuda" and config.actor_rollout_ref.rollout.free_cache_engine
     others = sum(rest.values())
     awake = engine_share(config, plan, devices, policy, others) if "rollout" in here else 0
     weight = policy.largest * DTYPE_BYTES[plan.rollout_dtype]
+    rollout = config.actor_rollout_ref.rollout
+    kept = ASLEEP + GRAPHS * (not rollout.enforce_eager) if plan.rollout_name == "vllm" else 0
+    whole = policy.exported * DTYPE_BYTES[plan.sync_dtype]
+    bucket = min(rollout.sync_bucket_mb << 20, whole)
 
     def phase(name: str, engine: int, **held: int) -> Phase:
         own = rest | held
-        on_gpu = plan.device == "cuda"
-        margin = int(FRAGMENTS * sum(own.values())) + len(trained) * PROCESS * on_gpu
+        margin = int(FRAGMENTS * sum(own.values()))
+        if plan.device == "cuda":
+            margin += len(trained) * PROCESS
         if "rollout" in here:
             own["rollout"] = engine
-            margin += ASLEEP * (on_gpu and sleeps and engine == 0)
+            if plan.device == "cuda":
+                # What vLLM keeps is part of its share while it has all of that.
+                margin += CONTEXT + kept * (engine < awake)
         return Phase(name, own, margin)
 
     between = 0 if sleeps else awake
@@ -404,20 +418,26 @@ def _phases(
         optimizer = rest["actor"] - (
             0 if _offload(roles["actor"]).param_offload else measured["actor"].parameters
         )
-        exporting = measured["actor"].parameters + optimizer + 2 * weight
-        if not plan.weights.uses("cuda_ipc"):
-            phases.append(phase("sync: gather", between, actor=exporting))
+        # A bucket of whole weights, and the layer or the weight that is gathered next.
+        gathered = min(whole, bucket + max(weight, policy.layer * DTYPE_BYTES[plan.sync_dtype]))
+        exporting = measured["actor"].parameters + optimizer + gathered
+        checked = measured["actor"].check - measured["actor"].optimizer + optimizer
+        if plan.weights.uses("cuda_ipc"):
+            phases.append(phase("sync: check", between, actor=checked))
+        else:
+            phases.append(phase("sync: gather", between, actor=max(checked, exporting)))
     if "rollout" in here:
         loading = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
-        bucket = config.actor_rollout_ref.rollout.sync_bucket_mb << 20
+        hashing = HASHED * min(policy.largest, fingerprint.CUDA_CHUNK)
         engine = loading if sleeps else awake
         if plan.weights.uses("cuda_ipc"):
             # The engine copies from two buckets on the same GPU while the trainer gathers.
-            phases.append(phase("sync", engine + 2 * bucket, actor=exporting))
+            streamed = engine + min(2 * bucket, whole) + hashing
+            phases.append(phase("sync: stream", streamed, actor=exporting))
         else:
-            phases.append(phase("sync: load", engine + bucket))
+            phases.append(phase("sync: load", engine + max(bucket, hashing)))
     if any(roles[name].spec.optim is not None for name in trained):
-        phases.append(phase("checkpoint", between))
+        phases.append(phase("checkpoint", awake))  # after the sync has woken the engines
     return phases
 
 
@@ -432,18 +452,13 @@ def _building(
     moments = []
     before: dict[str, int] = {}
     for name, role in roles.items():
-        whole = measured[name].resident + transit
+        memory = measured[name]
+        whole = max(memory.resident + transit, memory.check - memory.optimizer)
         moments.append(dict.fromkeys(roles, 0) | before | {name: whole})
         fsdp = _offload(role)
         waits = fsdp.param_offload or fsdp.optimizer_offload
         before[name] = idle(role, measured[name]) if waits else whole
     return max(moments, key=lambda held: sum(held.values()))
-
-
-def _sleeps(config: Config, plan: Plan) -> bool:
-    """Return whether the engine frees its memory during training."""
-    can = plan.rollout_name == "vllm" and plan.device == "cuda"
-    return can and config.actor_rollout_ref.rollout.free_cache_engine
 
 
 def _host(

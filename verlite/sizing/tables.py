@@ -9,7 +9,15 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.sizing.devices import Devices
 from verlite.sizing.facts import ModelFacts, model_facts
-from verlite.sizing.memory import ASLEEP, FRAGMENTS, PROCESS, DeviceGroup, Memory
+from verlite.sizing.memory import (
+    ASLEEP,
+    CONTEXT,
+    FRAGMENTS,
+    GRAPHS,
+    PROCESS,
+    DeviceGroup,
+    Memory,
+)
 from verlite.terminal import GIB, amount, facts_table, flops, grid, size
 
 if TYPE_CHECKING:
@@ -230,6 +238,8 @@ def margin_sentence(plan: Plan) -> str:
         return f"margin: {FRAGMENTS:.0%} of the tensors' bytes."
     return (
         f"margin, assumed, not measured: {PROCESS / GIB:.1f} GiB for each training process (CUDA "
-        f"context, NCCL and cuBLAS buffers), {ASLEEP / GIB:.1f} GiB for an engine that sleeps, "
-        f"and {FRAGMENTS:.0%} of the training engines' bytes (fragmentation)."
+        f"context, NCCL and cuBLAS buffers), {CONTEXT / GIB:.1f} GiB for an engine's context, "
+        f"{(ASLEEP + GRAPHS) / GIB:.1f} GiB for what a vLLM engine keeps asleep (of these "
+        f"{GRAPHS / GIB:.1f} GiB CUDA graphs, unless rollout.enforce_eager), and {FRAGMENTS:.0%} of "
+        "the training engines' bytes (fragmentation)."
     )

@@ -25,7 +25,7 @@ MODULUS = 1 << 32
 # faster than hashing whole tensors. On a CPU it is at most what torch does in one thread:
 # distributing so little work costs more than the work, on a busy machine 20 times more.
 _CPU_CHUNK = 1 << 15
-_CUDA_CHUNK = 1 << 24
+CUDA_CHUNK = 1 << 24
 
 # CPU tensors of at least this many elements are hashed in C, which is compiled at the first.
 _NATIVE_ELEMENTS = 1 << 16
@@ -77,7 +77,7 @@ def sum_of_hashes(tensor: Tensor, dtype: torch.dtype | None = None) -> int | Ten
 
 def _cast(flat: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield chunks of `flat` in `dtype`, each valid until the next."""
-    size = min(flat.numel(), _CUDA_CHUNK if flat.is_cuda else _CPU_CHUNK)
+    size = min(flat.numel(), CUDA_CHUNK if flat.is_cuda else _CPU_CHUNK)
     values = torch.empty(size, dtype=dtype, device=flat.device)
     for chunk in flat.split(size):
         yield values[: chunk.numel()].copy_(chunk)
