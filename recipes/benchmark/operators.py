@@ -172,12 +172,13 @@ def counted(spec: DryEngineSpec, rows: PassRows, card: dict[str, float], fused: 
     recorder = Recorder(mode, card, rows.lengths, WATCHED if keeps_some else 0.0)
     batch, micro = rows_batch(rows)
     with ExitStack() as stack:
-        for context in (fake_ranks(spec.ranks), kernels_of(spec.kind), recorder):
+        tracker = BytesTracker(mode)
+        eager = {"_fused": logprobs._fused, "_add_product": logprobs._add_product}
+        own = {"_fused": recorder.fused, "_add_product": recorder.add_product}
+        for context in (fake_ranks(spec.ranks), kernels_of(spec.kind, tracker), recorder):
             stack.enter_context(context)
-        engine = DryEngine(spec, BytesTracker(mode), mode)
-        if fused:
-            for name, own in (("_fused", recorder.fused), ("_add_product", recorder.add_product)):
-                stack.enter_context(mock.patch.object(logprobs, name, own))
+        engine = DryEngine(spec, tracker, mode)
+        stack.enter_context(mock.patch.multiple(logprobs, **(own if fused else eager)))
         recorder.count = Count()
         with mode:
             engine.update(batch, micro, 1.0, Objective(with_entropy=False))

@@ -194,10 +194,10 @@ def fake_ranks(number: int) -> Iterator[None]:
 
 @contextmanager
 def kernels_of(kind: str, tracker: BytesTracker) -> Iterator[None]:
-    """Choose kernels and chunks as on devices of this kind. What is compiled on a GPU holds nothing
-    but its results."""
+    """Choose kernels and chunks as on devices of this kind. What is one kernel on a GPU holds
+    nothing but its results."""
 
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             with tracker.paused():
                 results = function(*arguments)
@@ -209,10 +209,15 @@ def kernels_of(kind: str, tracker: BytesTracker) -> Iterator[None]:
     with ExitStack() as stack:
         if kind == "cuda":
             chunks = {"cpu": logprobs.CHUNK_ELEMENTS["cuda"]}
+            product = one_kernel(logprobs._add_product)
             stack.enter_context(mock.patch.dict(logprobs.CHUNK_ELEMENTS, chunks))
-            stack.enter_context(mock.patch.object(attention, "_fits_varlen_kernel", _fits))
-            stack.enter_context(mock.patch.object(logprobs, "_fused", logprobs._whole_chunk))
-            stack.enter_context(mock.patch.object(logprobs, "_compiled", compiled))
+            for module, name, own in (
+                (attention, "_fits_varlen_kernel", _fits),
+                (logprobs, "_fused", logprobs._whole_chunk),
+                (logprobs, "_compiled", one_kernel),
+                (logprobs, "_add_product", product),
+            ):
+                stack.enter_context(mock.patch.object(module, name, own))
         yield
 
 

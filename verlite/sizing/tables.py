@@ -240,6 +240,6 @@ def margin_sentence(plan: Plan) -> str:
         f"margin, assumed, not measured: {PROCESS / GIB:.1f} GiB for each training process (CUDA "
         f"context, NCCL and cuBLAS buffers), {CONTEXT / GIB:.1f} GiB for an engine's context, "
         f"{(ASLEEP + GRAPHS) / GIB:.1f} GiB for what a vLLM engine keeps asleep (of these "
-        f"{GRAPHS / GIB:.1f} GiB CUDA graphs, unless rollout.enforce_eager), and {FRAGMENTS:.0%} of "
-        "the training engines' bytes (fragmentation)."
+        f"{GRAPHS / GIB:.1f} GiB CUDA graphs, unless rollout.enforce_eager), and {FRAGMENTS:.0%} "
+        "of the training engines' bytes (fragmentation)."
     )
