@@ -135,7 +135,7 @@ SHAPES = {
 }
 PASS = (0.01, 0.01)
 TOLERANCE = {
-    "build": PASS,
+    "build": (0.01, 0.2),
     "generation": (0.12, 0.0),
     "old log-probs": PASS,
     "reference log-probs": PASS,
@@ -150,8 +150,8 @@ TOLERANCE = {
 }
 """How far the plan may be below, and above, the count of tensors. A pass: the losses' and the
 scheduler's numbers per token, which are not planned. Generation: the engine hf's own passes are not
-planned. Streaming: the plan lets all moments coincide. Checkpoint: the engine is awake, and hf
-allocates the planned KV cache at its next request only."""
+planned. Build, streaming: the plan lets the fullest moments of all roles coincide. Checkpoint: the
+engine is awake, and hf allocates the planned KV cache at its next request only."""
 PAGES = 64 << 20
 """What torch's allocator may hold beside tensors in each process: pages of 20 MiB of the pools of
 three streams (FSDP gathers and reduces on its own)."""
@@ -160,7 +160,7 @@ CALLS = {
     "build": ("build",),
     "generation": ("rollout.generate",),
     "old log-probs": ("actor.log_probs",),
-    "reference log-probs": ("ref.reference_log_probs", "actor.reference_log_probs"),
+    "reference log-probs": ("ref.log_probs",),
     "values": ("critic.values",),
     "critic update": ("critic.update",),
     "actor update": ("actor.update",),
