@@ -125,12 +125,8 @@ def measure(spec: DryEngineSpec, passes: Passes, whole: bool = False) -> RoleMem
     alike = are_alike(decoder_layers(load_skeleton(spec.model, spec.head)))
     if whole or number <= LONG or not alike:
         run = _run(spec, passes)
-        return RoleMemory(
-            run.parameters,
-            run.optimizer,
-            *(_most(segments) for segments in (run.check, run.forward, run.update)),
-            run.host,
-        )
+        check, forward, update = map(_most, (run.check, run.forward, run.update))
+        return RoleMemory(run.parameters, run.optimizer, check, forward, update, run.host)
     short, long = (
         _run(replace(spec, model=replace(spec.model, override_config=override)), passes)
         for override in (with_layers(spec.model, n) for n in (SHORT, LONG))
