@@ -17,6 +17,7 @@ import random
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from verlite.config.commands import SFT
 from verlite.config.load import compose
 from verlite.data.sampler import PromptSampler
 from verlite.main_sft import main as main_sft
-from verlite.sft.data import Example, read_examples
+from verlite.sft.data import Example, columns, read_files, row_examples, tokenized
 
 MICRO_BATCH = 8
 LONGEST = 200
@@ -163,7 +164,8 @@ def main(rounds: int, steps: int, rows: int) -> None:
         ]
         config = compose(overrides=options, command=SFT).config
         tokenizer = AutoTokenizer.from_pretrained(model)
-        examples = read_examples(config.data.train_files, tokenizer, config.data)
+        files = read_files(config.data.train_files, partial(columns, data=config.data))
+        examples = tokenized(files, partial(row_examples, tokenizer=tokenizer, data=config.data))
         order = PromptSampler(len(examples), rows, config.trainer.seed)
         batches = [[examples[row] for row in order.next_batch()] for _ in range(steps)]
         seconds: dict[str, list[float]] = {}

@@ -307,9 +307,9 @@ def test_missing_inputs_unknown_names_and_wrong_shapes_raise() -> None:
         compute_advantages("remax", inputs)
     with pytest.raises(ValueError, match="unknown advantage estimator 'gropo': did you mean grpo"):
         compute_advantages("gropo", inputs)
-    with pytest.raises(ValueError, match=r"no_such_package.*cannot import"):
+    with pytest.raises(ValueError, match=r"no_such_package.*cannot be loaded"):
         compute_advantages("no_such_package.mine:advantage", inputs)
-    with pytest.raises(ValueError, match="does not define undefined"):
+    with pytest.raises(ValueError, match="has no function or class 'undefined'"):
         compute_advantages("tests.algorithms.test_advantages:undefined", inputs)
     with pytest.raises(ValueError, match=r"returned shapes \(2,\) and \(2,\), expected \(2, 1\)"):
         compute_advantages("tests.algorithms.test_advantages:flat", inputs)

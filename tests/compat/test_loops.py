@@ -201,7 +201,7 @@ def test_a_sample_ends_where_no_token_fits(loops: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("loop_of_mine.Twice", "loop_of_mine.Missing", "has no attribute 'Missing'"),
+        ("loop_of_mine.Twice", "loop_of_mine.Missing", "has no function or class 'Missing'"),
         (
             "loop_of_mine.Twice",
             "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop",

@@ -52,7 +52,7 @@ def test_rows_of_the_page() -> None:
     assert data.row(1).messages == [{"role": "user", "content": "12+30="}]
     assert data.row(1).prompt_ids == tiny_tokenizer().encode("12+30=")
     assert data.where(3) == "Lines (sums.txt) row 3"
-    report = str(dataset(settings(), first=2).report())
+    report = str(dataset(settings(), first=2).report)
     assert report.startswith("train: 2 prompts from Lines (sums.txt); tried on the first 2 of 5")
 
 

@@ -57,7 +57,7 @@ def test_rows_are_read_as_written(tmp_path: Path) -> None:
     )
     assert third.extra_info == {"split": "train", "index": 3}
     assert data.where(2) == f"{path} row 2"
-    assert str(data.report()) == (
+    assert str(data.report) == (
         f"train: 5 prompts from {path}; prompt tokens 1 to 5 (median 3, p90 5), limit 512"
     )
 
@@ -108,7 +108,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert [data.row(i).extra_info["index"] for i in range(len(data))] == [3, 4, 5]
     assert [len(data.row(i).prompt_ids) for i in range(len(data))] == [3, 4, 5]
     assert data.where(1).endswith("row 2")
-    report = data.report()
+    report = data.report
     assert (report.rows, report.kept, report.dropped, report.truncated) == (5, 3, 2, 0)
     assert str(report).endswith(
         "2 (40%) dropped for their length; prompt tokens 3 to 9 (median 5, p90 9), limit 5"
@@ -127,7 +127,7 @@ def test_overlong_prompts_are_truncated_and_counted(
         truncation=truncation,
     )
     assert tiny_tokenizer().decode(data.row(0).prompt_ids) == text
-    assert (data.report().truncated, data.report().kept) == (1, 2)
+    assert (data.report.truncated, data.report.kept) == (1, 2)
 
 
 def test_max_samples(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_max_samples(tmp_path: Path) -> None:
     assert chosen("val", val_max_samples=10, train_max_samples=5) == list(range(10))
     assert len(chosen(train_max_samples=1000)) == 100
     assert "10 of 100 rows chosen by data.train_max_samples" in str(
-        load(path, train_max_samples=10).report()
+        load(path, train_max_samples=10).report
     )
 
 
@@ -171,7 +171,7 @@ def test_first_rows_of_each_file(tmp_path: Path, suffix: str) -> None:
     data = PromptDataset(files, tiny_tokenizer(), DataSpec(), "train")
     texts = [data.row(i).messages[0]["content"] for i in range(len(data))]
     assert texts == ["a", "aa", "aaa", "b", "bb"]
-    assert "; tried on the first 5 of 11 rows; prompt tokens 1 to 3" in str(data.report())
+    assert "; tried on the first 5 of 11 rows; prompt tokens 1 to 3" in str(data.report)
 
 
 def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_the_teachers_prompts_are_of_the_same_rows(tmp_path: Path) -> None:
     found = [data.row(i) for i in range(len(data))]
     pairs = [(len(one.prompt_ids), len(one.teacher_prompt_ids or ())) for one in found]
     assert pairs == [(3, 5), (4, 4), (5, 3)]  # a row is dropped if either prompt is too long
-    assert (data.report().kept, data.report().dropped) == (3, 4)
+    assert (data.report.kept, data.report.dropped) == (3, 4)
     cut = load(path, truncation="left", **config)
     assert [len(cut.row(i).teacher_prompt_ids or ()) for i in range(7)] == [5, 5, 5, 4, 3, 2, 1]
     with pytest.raises(DataError, match=r"row 0: the prompt has 7 tokens, 5 are allowed"):

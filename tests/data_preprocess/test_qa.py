@@ -354,7 +354,7 @@ def check_scores(file: Path, count: int) -> None:
     """Check that every prompt is used, and that the scorer of its source accepts its answer."""
     data = PromptDataset(str(file), tiny_tokenizer(), DataSpec(max_prompt_length=4096), "val")
     check = Scorer(ScorerSpec()).self_check([data.row(i) for i in range(len(data))])
-    assert check.checked == data.report().kept == count and check.warning() is None
+    assert check.checked == data.report.kept == count and check.warning() is None
 
 
 def test_every_ground_truth_scores_and_every_prompt_is_used(run: Run, tmp_path: Path) -> None:

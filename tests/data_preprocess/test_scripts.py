@@ -126,7 +126,7 @@ def test_every_ground_truth_scores_and_every_prompt_is_used(
                 "val",
             )
             check = scorer.self_check([data.row(i) for i in range(len(data))])
-            assert check.checked == data.report().rows and check.warning() is None
+            assert check.checked == data.report.rows and check.warning() is None
     finally:
         scorer.close()
 

@@ -13,13 +13,13 @@ from recipes.agent import run as agent_run
 from recipes.dpo import make as dpo
 from recipes.quickstart import make, run
 from recipes.search import run as search_run
+from tests.sft.rows import read_examples
 from verlite.config import sft
 from verlite.config.commands import SFT
 from verlite.config.load import compose
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.engine.folder import load_tokenizer
 from verlite.rewards.exact import compute_score
-from verlite.sft.data import read_examples
 from verlite.spec.roles import DataSpec, ModelSpec
 
 pytestmark = pytest.mark.process

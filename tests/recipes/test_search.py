@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.search import make, run
+from tests.sft.rows import read_examples
 from verlite.config import make_plan, sft
 from verlite.config.commands import SFT
 from verlite.config.load import compose
@@ -16,7 +17,6 @@ from verlite.engine.folder import load_tokenizer
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.search import SearchEnv
 from verlite.rewards.routing import scorer_of
-from verlite.sft.data import read_examples
 from verlite.spec.roles import ModelSpec, RetrieverSpec
 
 pytestmark = pytest.mark.process

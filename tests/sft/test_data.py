@@ -8,10 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from tests.sft.rows import read_examples
 from verlite.config.sft import SFTDataConfig
 from verlite.data.dataset import DataError
 from verlite.sft.checks import endless_examples
-from verlite.sft.data import Example, chat_or_text, read_examples
+from verlite.sft.data import Example, chat_or_text
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.sft.rows import read_pairs
 from tests.sft.test_train import lines, numbers, weights
 from verlite.cli import app
 from verlite.config.sft import DPODataConfig
@@ -22,7 +23,7 @@ from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import Counts
 from verlite.engine.micro import MicroBatching
 from verlite.main_dpo import main
-from verlite.sft.dpo import dpo_loss, read_pairs
+from verlite.sft.dpo import dpo_loss
 
 pytestmark = pytest.mark.process
 

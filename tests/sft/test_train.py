@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.sft.rows import read_examples
 from tests.trainer.test_stages import Screen
 from verlite.cli import app
 from verlite.config import load, sft
@@ -30,7 +31,7 @@ from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
-from verlite.sft.data import Example, read_examples
+from verlite.sft.data import Example
 from verlite.sft.run import Run, save
 from verlite.sft.train import build_batch, log_prob_sums, mean_loss, sft_loss
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from verlite.config.load import Loaded
+    from verlite.config.problems import ConfigError
 
 
 TrainingArguments = Annotated[
@@ -22,6 +23,14 @@ def fail(error: object, code: int = 2) -> NoReturn:
     """Print an error to stderr and exit with `code`."""
     typer.echo(str(error), err=True)
     raise typer.Exit(code)
+
+
+def refuse(error: "ConfigError") -> NoReturn:
+    """Print all problems of a configuration to stderr and exit with code 2."""
+    from verlite.terminal import console
+
+    console(stderr=True).print(error.text(), soft_wrap=True, end="")
+    raise typer.Exit(2)
 
 
 def load_config(arguments: list[str] | None, program: str, elsewhere: bool = False) -> "Loaded":

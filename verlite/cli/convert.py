@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verlite.cli.common import fail
+from verlite.cli.common import fail, refuse
 
 if TYPE_CHECKING:
     from verlite.convert.text import Conversion
@@ -131,11 +131,3 @@ def show(convert: "Callable[[], Conversion]", output: Path | None) -> None:
     check = "verlite check" + f" {name_of}" * (name_of != "main_ppo")
     for program in (check, f"{conversion.launch} verlite.{name_of}"):
         typer.echo(f"  {program} --config-path {folder} --config-name {name}")
-
-
-def refuse(error: Exception) -> NoReturn:
-    """Print all problems to stderr and exit with code 2."""
-    from verlite.terminal import console
-
-    console(stderr=True).print(error.text(), soft_wrap=True, end="")  # type: ignore[attr-defined]
-    raise typer.Exit(2)

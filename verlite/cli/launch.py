@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from verlite.cli.common import TrainingArguments, fail, from_data_classes
+from verlite.cli.common import TrainingArguments, fail, from_data_classes, refuse
 from verlite.files import replace_file
 from verlite.launch.slurm_options import Options
 
@@ -49,8 +49,7 @@ def slurm(
     try:
         job, notes = plan_job(options, arguments or [])
     except ConfigError as error:
-        console(stderr=True).print(error.text(), soft_wrap=True, end="")
-        raise typer.Exit(2) from None
+        refuse(error)
     if submit and shutil.which("sbatch") is None:
         fail("--submit: sbatch is not installed here. Submit from a login node of the cluster.")
     if notes:
@@ -129,8 +128,7 @@ def hostfile(
     try:
         job, notes = plan_run(nodes, hostfile, arguments or [], Path.cwd())
     except ConfigError as error:
-        console(stderr=True).print(error.text(), soft_wrap=True, end="")
-        raise typer.Exit(2) from None
+        refuse(error)
     if notes:
         console().print(notes_text(notes), soft_wrap=True)
     environment = passed_environment(os.environ)

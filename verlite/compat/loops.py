@@ -8,7 +8,6 @@ response_mask marks among those of the engine.
 """
 
 import asyncio
-import importlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,12 +23,12 @@ from pydantic import BaseModel, Field
 
 from verlite.chat_template import limited
 from verlite.compat.datasets import RLHFDataset
-from verlite.compat.tools import initialize_tools_from_config
+from verlite.compat.tools import initialize_tools_from_config, shown
 from verlite.compat.utils import get_event_loop
 from verlite.envs.calculator import CALL
 from verlite.envs.chat import Chat
 from verlite.envs.factory import EnvFactory, Generate, Played
-from verlite.importing import CODE_ERRORS, SignalExit, offer_verl, verl_hint
+from verlite.importing import OwnCodeError, find
 
 NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "skip_special_tokens")
 """Sampling parameters of a request that have no effect: the run decides them, because the trainer
@@ -316,10 +315,7 @@ class VerlLoops(EnvFactory):
         """
         self._loop, self._options = _loop(agent_loop_config_path, default_agent_loop)
         self._tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
-        self.tools = tuple(
-            tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
-            for tool in self._tools
-        )
+        self.tools = shown(self._tools)
         self._config = OmegaConf.create(dict(config or {}))
         OmegaConf.set_struct(self._config, True)
         self._timeout_s = timeout_s
@@ -405,15 +401,10 @@ def _loop(file: str, name: str | None) -> tuple[type[Any], dict[str, Any]]:
     target = str(entry.pop("_target_", ""))
     del entry["name"]
     module, _, attribute = target.rpartition(".")
-    offer_verl()
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except SignalExit:
-        raise
-    except CODE_ERRORS as error:
+        return find(module, attribute), entry
+    except OwnCodeError as error:
         raise ValueError(
-            f"{where}: the loop {name} has _target_: {target}, which cannot be imported: "
-            f"{type(error).__name__}: {error}{verl_hint(error)}. Its module must be on the Python "
-            "path of every worker"
+            f"{where}: the loop {name} has _target_: {target}: {error}. Its module must be on the "
+            "Python path of every worker"
         ) from error
-    return found, entry

@@ -170,6 +170,12 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
     return [_tool(entry, f"{where}: tool {entry.get('class_name')}") for entry in entries]
 
 
+def shown(tools: list[Any]) -> tuple[dict[str, Any], ...]:
+    """Return tools as the chat template shows them to the model."""
+    options = {"exclude_unset": True, "exclude_none": True}
+    return tuple(tool.tool_schema.model_dump(**options) for tool in tools)
+
+
 def _tool(entry: Mapping[str, Any], where: str) -> Any:
     config = entry.get("config") or {}
     kind = config.get("type", "native")
@@ -203,9 +209,7 @@ class VerlTools(EnvFactory):
         self._by_name = {tool.name: tool for tool in made}
         if len(self._by_name) < len(made):
             raise ValueError(f"tool_config_path={tool_config_path} has two tools of one name")
-        self.tools = tuple(
-            tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in made
-        )
+        self.tools = shown(made)
 
     def env(self, extra_info: Mapping[str, Any]) -> Env:
         return _ToolCalls(self._by_name, extra_info.get("tools_kwargs") or {})

@@ -293,11 +293,13 @@ class PromptDataset:
                 "right or middle"
             )
         self._rows = rows
-        self._flat = [
+        self.flat = [
             (np.concatenate(prompts), np.cumsum([0] + [len(prompt) for prompt in prompts]))
             for prompts in made
         ]
-        self._report = DatasetReport(
+        """Of each prompt of a row: the token ids of all rows, one after the other, int32; and where
+        each row begins there, with the end, [len + 1]."""
+        self.report = DatasetReport(
             split=split,
             files=self._files.names,
             rows=len(every_row),
@@ -319,7 +321,7 @@ class PromptDataset:
         return PromptRow(
             index=i,
             prompt_ids=self.prompt_ids(i).tolist(),
-            teacher_prompt_ids=self._of(1, i).tolist() if len(self._flat) > 1 else None,
+            teacher_prompt_ids=self._of(1, i).tolist() if len(self.flat) > 1 else None,
             messages=_without_nulls(values[self._files.prompt_keys[0]]),
             data_source=values[self._files.source_key],
             ground_truth=values["reward_model"]["ground_truth"],
@@ -327,24 +329,15 @@ class PromptDataset:
             extra_info=values.get("extra_info") or {},
         )
 
-    def __getitem__(self, i: int) -> PromptRow:
-        return self.row(i)
+    __getitem__ = row
 
     def prompt_ids(self, i: int) -> np.ndarray:
         """Return the token ids of row i: [P], int32."""
         return self._of(0, i)
 
     def _of(self, prompt: int, i: int) -> np.ndarray:
-        ids, starts = self._flat[prompt]
+        ids, starts = self.flat[prompt]
         return ids[starts[i] : starts[i + 1]]
-
-    def all_ids(self) -> np.ndarray:
-        """Return the token ids of all rows, one after the other, int32."""
-        return self._flat[0][0]
-
-    def starts(self) -> np.ndarray:
-        """Return where each row begins in `all_ids`, and its end: [len + 1]."""
-        return self._flat[0][1]
 
     def where(self, i: int) -> str:
         """Return file and row of row i, for messages."""
@@ -353,10 +346,6 @@ class PromptDataset:
     def data_sources(self) -> list[str]:
         """The names of all data sources in the files, sorted."""
         return self._files.data_sources()
-
-    def report(self) -> DatasetReport:
-        """Return the numbers of rows kept, dropped and truncated, and the longest prompt."""
-        return self._report
 
     def _tokenize(
         self,
@@ -405,11 +394,11 @@ def refuse_foreign_tokens(data: PromptDataset, vocab_size: int) -> None:
     Raises:
         DataError: names the first such prompt.
     """
-    ids = data.all_ids()
+    ids, starts = data.flat[0]
     foreign = np.flatnonzero(ids >= vocab_size)
     if not len(foreign):
         return
-    row = int(np.searchsorted(data.starts(), foreign[0], side="right")) - 1
+    row = int(np.searchsorted(starts, foreign[0], side="right")) - 1
     where = f"{data.where(row)}: the prompt"
     raise foreign_token(where, int(ids[foreign[0]]), vocab_size, "actor_rollout_ref.model.")
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +114,8 @@ def row_examples(row: Row, tokenizer: Any, data: SFTDataConfig) -> list[Example]
     return [fit(_conversation(row, data.messages_key or MESSAGES, tokenizer, data), data)]
 
 
-def read_examples(
-    files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig, max_rows: int = -1
-) -> list[Example]:
-    """Return the examples of the files' first rows; max_rows=-1: of all. Raises DataError: see
-    `read_files` and `tokenized`."""
-    read = read_files(files, partial(columns, data=data), max_rows)
-    return tokenized(read, partial(row_examples, tokenizer=tokenizer, data=data))
-
-
 def columns(path: Path, present: list[str], data: SFTDataConfig) -> list[str]:
-    """Return the columns of a file that `read_examples` reads. Raises DataError if it has not all
+    """Return the columns of a file that training reads. Raises DataError if it has not all
     of them."""
     key = data.messages_key
     if key is None and MESSAGES in present and data.prompt_key not in present:

@@ -4,7 +4,6 @@ A row has two examples with the same prompt: the better response, then the worse
 is the model with which the run starts. Loss and metrics come first, then the reading of rows.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ from verlite.sft.data import (
     fit,
     messages_of,
     prompt_of,
-    read_files,
     require,
-    tokenized,
 )
 from verlite.sft.run import Task
 from verlite.sft.train import log_prob_sums, micro_batching
@@ -99,16 +96,8 @@ def row_examples(row: Row, tokenizer: Any, data: DPODataConfig) -> list[Example]
     ]
 
 
-def read_pairs(
-    files: str | Sequence[str], tokenizer: Any, data: DPODataConfig, max_rows: int = -1
-) -> list[Example]:
-    """Return the examples of the files' first rows, as `data.read_examples`."""
-    read = read_files(files, partial(columns, data=data), max_rows)
-    return tokenized(read, partial(row_examples, tokenizer=tokenizer, data=data))
-
-
 def columns(path: Path, present: list[str], data: DPODataConfig) -> list[str]:
-    """Return the columns of a file that `read_pairs` reads. Raises DataError if it has not all of
+    """Return the columns of a file that training reads. Raises DataError if it has not all of
     them."""
     required = [data.chosen_key, data.rejected_key]
     require(path, present, required, "Set data.chosen_key and data.rejected_key.")

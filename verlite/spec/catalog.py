@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verlite.importing import CODE_ERRORS, SignalExit, offer_verl, verl_hint
+from verlite.importing import OwnCodeError, find
 
 
 @dataclass(frozen=True)
@@ -279,22 +279,9 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
             f"unknown {kind} {name!r}: {hint}known: {', '.join(sorted(table))}; "
             "your own: package.module:name"
         )
-    offer_verl()
     try:
-        found = load(name)
-    except ImportError as error:
+        return find(module, attribute)
+    except OwnCodeError as error:
         raise ValueError(
-            f"{kind} {name!r}: cannot import {module}: {error}; "
-            f"it must be on the Python path of every worker{verl_hint(error)}"
+            f"{kind} {name!r}: {error}; it must be on the Python path of every worker"
         ) from error
-    except AttributeError as error:
-        raise ValueError(f"{kind} {name!r}: {module} does not define {attribute}") from error
-    except SignalExit:
-        raise
-    except CODE_ERRORS as error:
-        raise ValueError(
-            f"{kind} {name!r}: importing {module} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, not a function or class")
-    return found

@@ -120,7 +120,7 @@ def open_run(launch: Launch) -> Iterator[Run]:
                 earlier_metrics(run_dir, state["step"]),
                 ignored(
                     groups,
-                    cuts_prompts=found.data["train"].report().truncated > 0,
+                    cuts_prompts=found.data["train"].report.truncated > 0,
                     is_async=config.trainer.mode == "async",
                     filters=config.algorithm.filter_groups.enable,
                     rewards=not config.distillation.enabled

@@ -396,7 +396,7 @@ def prompts(found: Preflight, split: str) -> None:
     spec = data_spec(config)
     data = PromptDataset(found.rows[split], found.tokenizer, spec, split, limit, tools)
     found.data[split] = data
-    lines: list[str | None] = [str(data.report())]
+    lines: list[str | None] = [str(data.report)]
     if split == "train":
         lines.append(template_remark(found.tokenizer, config.data.apply_chat_template_kwargs))
         asks_in_messages = program(config) and config.agent.renderer is None
@@ -428,7 +428,7 @@ def order(found: Preflight) -> None:
     own = own_order(data_spec(found.config), train)
     size = len(train) if own is None else len(own(0))
     batch = plan.gen_prompts
-    found.is_whole = not train.report().in_files
+    found.is_whole = not train.report.in_files
     if not found.is_whole:
         batch = min(batch, size)
     found.sampler = PromptSampler(size, batch, data.seed, data.shuffle, plan.gen_prompts_key, own)
