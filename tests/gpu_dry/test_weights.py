@@ -12,7 +12,7 @@ import torch
 from tests.gpu_dry import gpu
 from verlite.weights import TransportError
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.cuda_ipc import Publisher
+from verlite.weights.cuda_ipc import Publisher, SharedBuffer
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
 
@@ -76,6 +76,22 @@ def test_cuda_ipc(settings: str) -> None:
     assert seen.count("cudaIpcGetMemHandle") >= opens
     assert gpu.used() == held and torch._C._accelerator_getAllocatorSettings() == before
     configure("expandable_segments:False")
+
+
+def test_memory_that_another_stream_reads_is_not_unmapped() -> None:
+    """A freed expandable segment is unmapped when its own stream is done. FSDP reads its gradients
+    on another one."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    gradient = torch.full((12 << 20,), 7, dtype=torch.uint8, device=GPU)
+    on_host = torch.empty_like(gradient, device="cpu", pin_memory=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        on_host.copy_(gradient, non_blocking=True)
+    del gradient
+    with gpu.calls() as seen:
+        SharedBuffer(1 << 20, GPU).close()
+    assert seen.count("cuMemUnmap") and not seen.faults() and on_host.unique().tolist() == [7]
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def test_an_engine_on_another_gpu_is_refused() -> None:
