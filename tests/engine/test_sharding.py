@@ -1,19 +1,23 @@
 """What FSDP gathers and reduces at a time."""
 
+import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
+from tests.gpu_dry import cpu_kernels
 from tests.models import tiny_model
-from verlite.engine import fsdp, sharding
+from verlite.engine import attention, fsdp, sharding
 from verlite.engine.micro import MicroBatching
 
 
@@ -141,58 +145,87 @@ def test_activations_are_offloaded_only_on_a_gpu(
         )
 
 
-def compiled_updates(path: str, compiled: bool) -> tuple[list[Any], list[int]]:
-    """Return log-probs, metrics and gradients for several batches, and the number of graphs after
-    each."""
-    subject = engine(
-        path, train=True, lr=0.0, grad_clip=math.inf, use_torch_compile=compiled, **programs.LORA
-    )
-    caught = programs.catch_gradients(subject)
-    results = []
-    graphs = []
-    for rows, size in ([0, 1, 2, 3, 4, 5, 6, 7], 3), ([5, 6], 2), ([3, 2, 1], 1), ([7, 0, 1, 5], 4):
-        log_probs = subject.forward(ragged_batch()[rows], MicroBatching(size=size))["log_probs"]
+def passes(subject: Any, rows: list[int], size: int, adapters: bool) -> list[Any]:
+    """Return log-probs, those of the base model if there are adapters, and an update's loss."""
+    micro = MicroBatching(size=size)
+    found = [subject.forward(ragged_batch()[rows], micro)["log_probs"]]
+    if adapters:
         with subject.without_adapters():
-            reference = subject.forward(ragged_batch()[rows], MicroBatching(size=size))["log_probs"]
-        metrics = subject.update(
-            ragged_batch()[rows],
-            MicroBatching(size=size),
-            0.8,
-            programs.weighted_loss("token-mean"),
-        )
-        results.append((log_probs, reference, metrics["loss"], dict(caught)))
-        graphs.append(counters["stats"]["unique_graphs"])
-    return results, graphs
+            found.append(subject.forward(ragged_batch()[rows], micro)["log_probs"])
+    loss = programs.weighted_loss("token-mean")
+    return [*found, subject.update(ragged_batch()[rows], micro, 0.8, loss)["loss"]]
 
 
-def assert_compiled_is_eager(path: str) -> list[int]:
-    """Return the number of graphs after each batch.
-
-    Graphs are run as Dynamo traced them. Generating code for them, or tracing their backward passes
-    ahead of time, would test torch instead of the engine.
-    """
-    compile_ = torch.compile
-    try:
-        torch.compile = lambda model, **options: compile_(model, backend="eager", **options)
-        torch._dynamo.reset()
-        counters.clear()
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            results, graphs = compiled_updates(path, True)
-        eager, none = compiled_updates(path, False)
-        assert none == graphs[-1:] * 4
-    finally:
-        torch.compile = compile_
-    for one, other in zip(results, eager, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    return graphs
+COMPILED = {
+    "trees": programs.LORA,
+    "flat, adapters": programs.LORA | {"share_prefixes": False},
+    "flat": {"share_prefixes": False},
+    "flat, all kept": {"share_prefixes": False, "enable_gradient_checkpointing": False},
+}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.process
-def test_compiled_layers_equal_eager_and_compile_once(tiny_qwen2: str) -> None:
-    """The first batch compiles all graphs: with and without gradients, with and without adapters.
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_layers_equal_eager_and_compile_once(
+    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The first two batches compile all graphs, which both layers share; 50 others, with other
+    lengths and numbers of rows, compile none.
 
-    Later batches have other lengths and numbers of rows.
+    Graphs are run as Dynamo traced them. Generating code for them, or tracing their backward passes
+    ahead of time, would test torch instead of the engine. Flat rows take torch's operator for GPUs,
+    computed on the CPU, which is a part of each layer's graph.
     """
-    graphs = assert_compiled_is_eager(tiny_qwen2)
-    assert 0 < graphs[0] == graphs[-1]
+    options: dict[str, Any] = COMPILED[case]
+    adapters = "lora_rank" in options
+    if case != "trees":
+        varlen_on_cpu()
+        monkeypatch.setattr(attention, "_fits_varlen_kernel", lambda query, value: True)
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda layer: compile_(layer, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, eager = (
+        engine(tiny_qwen2, train=True, lr=0.0, grad_clip=math.inf, use_torch_compile=on, **options)
+        for on in (True, False)
+    )
+    caught = [programs.catch_gradients(subject) for subject in (compiled, eager)]
+    graphs = []
+    for rows, size in ([0, 1, 2, 3, 4, 5, 6, 7], 3), ([5, 6], 2), ([3, 2, 1], 1), ([7, 0, 1, 5], 4):
+        one, other = (passes(subject, rows, size, adapters) for subject in (compiled, eager))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dict(caught[0]), dict(caught[1]), rtol=1e-5, atol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        rows = torch.randperm(8, generator=draw)[: int(torch.randint(2, 9, (), generator=draw))]
+        passes(compiled, rows.tolist(), int(torch.randint(1, 5, (), generator=draw)), adapters)
+    assert counters["stats"]["unique_graphs"] == graphs[1], graphs
+    assert bool(counters["graph_break"]) == (case == "trees")
+
+
+@functools.cache
+def varlen_on_cpu() -> None:
+    """Give torch's variable-length attention a kernel on the CPU, for the rest of the process."""
+    varlen._varlen_attn.register_kernel("cpu")(lambda *args: cpu_kernels._varlen(*args))
+    backward = varlen._varlen_attn_backward.register_kernel("cpu")
+    backward(lambda *args: cpu_kernels._varlen_backward(*args))
+
+
+def test_the_check_of_the_gpu_is_a_constant_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def untraceable() -> bool:
+        torch._dynamo.graph_break()
+        return True
+
+    cuda = SimpleNamespace(is_available=untraceable, get_device_capability=lambda device: (9, 0))
+    fake = SimpleNamespace(cuda=cuda, version=SimpleNamespace(hip=None))
+    monkeypatch.setattr(attention, "torch", fake)
+    attention._has_varlen_kernel.cache_clear()
+
+    def halved_if_there(x: torch.Tensor) -> torch.Tensor:
+        return x / 2 if attention._has_varlen_kernel(x.device) else x
+
+    compiled = torch.compile(halved_if_there, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [0.5, 0.5]
+    attention._has_varlen_kernel.cache_clear()

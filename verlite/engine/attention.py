@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from verlite.algorithms.attention import causal_attention, mask_window
@@ -26,6 +27,7 @@ PACKED_ATTENTION = "verlite_packed"
 # Additions to attention scores in some architectures. Ignoring them would be silently wrong.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
 _MAX_HEAD_DIM = 256  # of the varlen kernel
+_VARLEN_SHARES_HEADS = "enable_gqa" in signature(varlen.varlen_attn).parameters  # torch 2.13
 _REMEDY = "Set model.use_remove_padding=False"
 
 
@@ -79,17 +81,23 @@ class Sequences:
     group: the sequence-parallel group whose ranks each have an equal slice of the row (see
         ulysses.py). None: this rank has the whole row.
     paths: where the tokens before them are that sequences share with others. None: nowhere.
+    longest_own: tokens of the longest in the row, computed. A graph that read `lengths` would be
+        compiled for each set of them.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     group: ProcessGroup | None = None
     paths: Paths | None = None
+    longest_own: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest_own", max(self.lengths))
 
     @property
     def longest(self) -> int:
         """Return the tokens of the longest sequence, with those that it shares."""
-        return max(self.lengths if self.paths is None else self.paths.lengths)
+        return self.longest_own if self.paths is None else max(self.paths.lengths)
 
     def padded(self, padding: int) -> "Sequences":
         """Return the boundaries with so many more tokens: a last sequence of its own, if any."""
@@ -122,7 +130,6 @@ class Sequences:
         return replace(self, cu_seqlens=function(self.cu_seqlens), paths=paths)
 
 
-@torch.compiler.disable  # torch.compile would recompile it for every new set of lengths
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -174,6 +181,19 @@ def packed_attention(
             f"{type(module).__name__} did not receive the packing layout: its model does not pass "
             f"keyword arguments on to attention. {_REMEDY}"
         )
+    is_flat = sequences.group is None and sequences.paths is None
+    attend = _attend if is_flat and _fits_varlen_kernel(query, value) else _attend_outside
+    return attend(query, key, value, scaling, sliding_window, sequences), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    sequences: Sequences,
+) -> Tensor:
     group = sequences.group
     if group is not None:
         query, key, value = ulysses.to_heads(query, key, value, group)
@@ -185,7 +205,11 @@ def packed_attention(
         out = _per_sequence(query, key, value, scaling, sliding_window, sequences)
     if group is not None:
         out = ulysses.to_tokens(out, group)
-    return out, None
+    return out
+
+
+# Breaks a compiled layer's graph, which would be compiled for every new set of lengths.
+_attend_outside = torch.compiler.disable(_attend)
 
 
 def _unsupported_features(
@@ -215,6 +239,7 @@ def _fits_varlen_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 @functools.cache
+@torch.compiler.assume_constant_result
 def _has_varlen_kernel(device: torch.device) -> bool:
     """Return True on NVIDIA GPUs from Ampere on. AMD's is another kernel, which was not tried."""
     if not torch.cuda.is_available():  # a fake tensor, which stands for one on a current GPU
@@ -234,12 +259,10 @@ def _varlen(
 
     With fewer queries than keys, the kernel takes the queries for those of the last keys.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in signature(varlen_attn).parameters:
+        if _VARLEN_SHARES_HEADS:
             options["enable_gqa"] = True
         else:  # torch 2.11
             copies = q.shape[1] // k.shape[1]
@@ -247,14 +270,14 @@ def _varlen(
             v = v.repeat_interleave(copies, 1)
     keys = sequences.paths or sequences
     tokens_back = -1 if window is None else window - 1
-    out: Any = varlen_attn(
+    out: Any = varlen.varlen_attn(
         q,
         k,
         v,
         sequences.cu_seqlens,
         keys.cu_seqlens,
-        max(sequences.lengths),
-        max(keys.lengths),
+        sequences.longest_own,
+        sequences.longest,
         scale=scaling,
         window_size=(tokens_back, 0),
         **options,

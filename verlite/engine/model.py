@@ -482,6 +482,7 @@ class HeadedModel(nn.Module):
         }
         return TensorDict(tensors, batch_size=[3])
 
+    @torch.compiler.set_stance("force_eager")  # or its lengths would be graphs of their own
     def _expected(self, rows: TensorDict) -> Tensor:
         """Return log-probs, or hidden states of a value model, by transformers' own attention, one
         row at a time."""

@@ -68,6 +68,7 @@ def checkpoint_layers(model: PreTrainedModel, kept: bool | str, offload: bool) -
         policy = partial(_policy, _KEPT[kept])
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.gradient_checkpointing_enable(options)
+    model.disable_input_require_grads()  # needed by reentrant checkpoints only
     if not offload:
         return
     for module in model.modules():
@@ -89,12 +90,19 @@ def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Compile a layer for rows of any length.
+    """Compile a layer for rows of any length. Layers of one kind share its graphs.
 
     Must run before FSDP wraps the layer: hooks and checkpoints stay outside, so one compiled layer
-    serves all.
+    serves all. Sizes become symbols when they change, which those of the model never do: with
+    dynamic=True they would be symbols in every kernel, the size of a head too.
     """
-    layer.forward = torch.compile(layer.forward, dynamic=True)
+    # A kind of layer has one graph for each way it is run: with and without gradients, adapters,
+    # shared prefixes, in the first and in later layers, forward and recomputed.
+    torch._dynamo.config.recompile_limit = _GRAPHS
+    layer.forward = torch.compile(layer.forward)
+
+
+_GRAPHS = 32  # torch runs what exceeds them without compiling
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
