@@ -11,24 +11,18 @@ from typing import Any, NoReturn
 from verlite.compat import attributes
 from verlite.rewards.gsm8k import extract_answer
 from verlite.rewards.qa import gold_answers, last_answer, matches, normalize
+from verlite.spec.catalog import source_name
 
-SOURCES = {
-    "openai/gsm8k": "gsm8k",
-    "lighteval/MATH": "math_reward",
-    "DigitalLearningGmbH/MATH-lighteval": "math_reward",
-    "HuggingFaceH4/MATH-500": "math_reward",
-    "math_dapo": "math_dapo",
-    "math": "math_dapo",
-    "math_dapo_reasoning": "math_dapo",
-    "aime*": "math_dapo",
-    "numina_*": "prime_math",
-    "codecontests": "prime_code",
-    "apps": "prime_code",
-    "codeforces": "prime_code",
-    "taco": "prime_code",
-    "hiyouga/geometry3k": "geo3k",
-    "searchR1_*": "search_r1_like_qa_em",
+_MODULES = {
+    "gsm8k": "openai/gsm8k",
+    "math_reward": "lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500",
+    "math_dapo": "math_dapo math math_dapo_reasoning aime*",
+    "prime_math": "numina_*",
+    "prime_code": "codecontests apps codeforces taco",
+    "geo3k": "hiyouga/geometry3k",
+    "search_r1_like_qa_em": "searchR1_*",
 }
+SOURCES = {source: module for module, sources in _MODULES.items() for source in sources.split()}
 """Data source -> module of verl. A name that ends in * matches every source that begins with it."""
 
 
@@ -47,16 +41,12 @@ def default_compute_score(
     Raises:
         NotImplementedError: the data source has no scorer, or its scorer runs generated code.
     """
-    names = [
-        name
-        for name in SOURCES
-        if data_source == name or (name.endswith("*") and data_source.startswith(name[:-1]))
-    ]
-    if not names:
+    name = source_name(SOURCES, data_source)
+    if name is None:
         raise NotImplementedError(
             f"no scorer belongs to data_source={data_source!r}; known: {', '.join(SOURCES)}"
         )
-    scorer = attributes(f"verl.utils.reward_score.{SOURCES[names[0]]}")
+    scorer = attributes(f"verl.utils.reward_score.{SOURCES[name]}")
     result = scorer.compute_score(solution_str, ground_truth)
     if isinstance(result, dict):
         return result

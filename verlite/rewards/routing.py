@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardResult
-from verlite.spec.catalog import SCORE_SCALES, SCORERS, scorer_for
+from verlite.spec.catalog import SCORE_SCALES, SCORERS, scorer_for, source_name
 
 IN_PROCESS = {
     "verlite.rewards.gsm8k:compute_score",
@@ -55,15 +55,10 @@ def scale_of(data_source: str, scales: Mapping[str, str]) -> str:
     `scales` is reward.score_scale. The most specific entry counts: the source's own name, then the
     longest pattern that ends in *, then "default". Without one, SIGNED_SOURCES are signed.
     """
-    if data_source in scales:
-        return scales[data_source]
-    patterns = [name for name in scales if _matches(data_source, name)]
-    if patterns:
-        return scales[max(patterns, key=len)]
-    if "default" in scales:
-        return scales["default"]
-    signed = any(data_source == name or _matches(data_source, name) for name in SIGNED_SOURCES)
-    return "signed" if signed else "zero_one"
+    name = source_name(scales, data_source) or "default"
+    if name in scales:
+        return scales[name]
+    return "signed" if source_name(SIGNED_SOURCES, data_source) else "zero_one"
 
 
 def rescaled(result: RewardResult, scale: str) -> RewardResult:
@@ -76,7 +71,3 @@ def rescaled(result: RewardResult, scale: str) -> RewardResult:
         return result
     parts = {"acc": result.score} | result.parts
     return replace(result, score=2.0 * result.score - 1.0, parts=parts)
-
-
-def _matches(data_source: str, pattern: str) -> bool:
-    return pattern.endswith("*") and data_source.startswith(pattern[:-1])

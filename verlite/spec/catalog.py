@@ -10,7 +10,7 @@ Users name their own code as "package.module:name" wherever `resolve` is used.
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,27 +183,18 @@ TRACKERS = {
 SCORE_SCALES = ("zero_one", "signed")
 """Values of reward.score_scale: scores from 0 to 1, or from -1 to 1."""
 
+_SOURCES = {
+    "gsm8k": "openai/gsm8k",
+    "math": "lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500 "
+    "math math_dapo math_dapo_reasoning aime*",
+    "exact": "verlite/arithmetic",
+    "qa": "verlite/facts nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle "
+    "web_questions strategyqa searchR1_*",
+}
 SCORERS = {
-    "openai/gsm8k": "verlite.rewards.gsm8k:compute_score",
-    "lighteval/MATH": "verlite.rewards.math:compute_score",
-    "DigitalLearningGmbH/MATH-lighteval": "verlite.rewards.math:compute_score",
-    "HuggingFaceH4/MATH-500": "verlite.rewards.math:compute_score",
-    "math": "verlite.rewards.math:compute_score",
-    "math_dapo": "verlite.rewards.math:compute_score",
-    "math_dapo_reasoning": "verlite.rewards.math:compute_score",
-    "aime*": "verlite.rewards.math:compute_score",
-    "verlite/arithmetic": "verlite.rewards.exact:compute_score",
-    "verlite/facts": "verlite.rewards.qa:compute_score",
-    "nq": "verlite.rewards.qa:compute_score",
-    "triviaqa": "verlite.rewards.qa:compute_score",
-    "popqa": "verlite.rewards.qa:compute_score",
-    "hotpotqa": "verlite.rewards.qa:compute_score",
-    "2wikimultihopqa": "verlite.rewards.qa:compute_score",
-    "musique": "verlite.rewards.qa:compute_score",
-    "bamboogle": "verlite.rewards.qa:compute_score",
-    "web_questions": "verlite.rewards.qa:compute_score",
-    "strategyqa": "verlite.rewards.qa:compute_score",
-    "searchR1_*": "verlite.rewards.qa:compute_score",
+    source: f"verlite.rewards.{module}:compute_score"
+    for module, sources in _SOURCES.items()
+    for source in sources.split()
 }
 """Data source to its built-in reward function.
 
@@ -228,12 +219,17 @@ custom_reward_function.reward_kwargs may have.
 
 def scorer_for(data_source: str) -> str | None:
     """Return the path of the built-in reward function for a data source, or None."""
-    if data_source in SCORERS:
-        return SCORERS[data_source]
-    for name, path in SCORERS.items():
-        if name.endswith("*") and data_source.startswith(name[:-1]):
-            return path
-    return None
+    name = source_name(SCORERS, data_source)
+    return SCORERS[name] if name else None
+
+
+def source_name(names: Collection[str], data_source: str) -> str | None:
+    """Return a data source's name among others: its own, else the longest pattern that ends in *
+    and matches it, or None."""
+    if data_source in names:
+        return data_source
+    found = [n for n in names if n.endswith("*") and data_source.startswith(n[:-1])]
+    return max(found, key=len, default=None)
 
 
 def estimator(name: str) -> Estimator:
