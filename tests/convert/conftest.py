@@ -24,12 +24,11 @@ BOMB = "\n".join(
 def check_changes(table: Table) -> None:
     """Each changed default is the one that the next newer change, or the table, begins with."""
     defaults = {row.name: row.default for row in table.rows}
-    for change in table.changes:
-        assert defaults[change.name] == change.new, change
-        defaults[change.name] = change.old
-    assert list(table.changes) == sorted(
-        table.changes, key=lambda change: Version(change.version), reverse=True
-    )
+    for (name, _), change in table.changes.items():
+        assert defaults[name] == change.now, (name, change)
+        defaults[name] = change.was
+    versions = [Version(version) for _, version in table.changes]
+    assert versions == sorted(versions, reverse=True)
 
 
 class Files:

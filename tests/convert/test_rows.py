@@ -3,7 +3,7 @@
 import pytest
 
 from verlite.convert import rows
-from verlite.convert.rows import NOT_SET, Change, Row
+from verlite.convert.rows import NOT_SET, Row
 
 HEAD = """
 [programs]
@@ -55,7 +55,8 @@ def test_rows_of_a_file(tmp_path):
         Row("log_*", "needless", note="logs", kind="any"),
         Row("text", "dropped", note="gone", kind="text"),
     )
-    assert table.changes == [Change("lr", "1.0", 0.1, None), Change("seed", "0.9", 3, NOT_SET)]
+    assert [*table.changes] == [("lr", "1.0"), ("seed", "0.9")]
+    assert [change[1:] for change in table.changes.values()] == [(0.1, None), (3, NOT_SET)]
     assert (table.framework, table.oldest, table.newest) == ("Other", "0.5", "1.2")
     assert [row.default for row in table.at("0.8")][:4] == [0.1, False, NOT_SET, 3]
 

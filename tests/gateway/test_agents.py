@@ -569,7 +569,7 @@ def test_a_check_says_what_it_waits_for(limit_s, monkeypatch):
 
 
 def test_the_limit_of_a_sample_does_not_count_the_imports(monkeypatch):
-    """Imports longer than the limit: the program starts all the same. With a process that does not
+    """A program whose imports take longer than the limit still starts. If its process does not
     fork, the message names the key."""
 
     async def imports(own):

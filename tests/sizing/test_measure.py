@@ -98,8 +98,8 @@ def test_checkpointing_stores_one_input_per_layer(spec):
 def test_what_a_layer_keeps_by_hand(spec, packed):
     """Per token and layer in bfloat16, beside the input of 64: attention's output of 64 and 4
     logarithms in float32, and products of 64 queries, 32 keys, 32 values, 64 outputs and twice 96
-    of the MLP. The last one's, of 64, is needed by nobody and kept all the same. A packed kernel
-    also returns 16 bytes of state."""
+    of the MLP. The last product, of 64, is kept although the backward pass does not use it. A
+    packed kernel also returns 16 bytes of state."""
     spec = with_model(spec, use_remove_padding=packed)
 
     def of_a_layer(kept: object) -> int:

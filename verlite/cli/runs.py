@@ -262,13 +262,10 @@ def ls(
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     table.add_column("note", overflow="fold")
     for row in found.rows:
-        table.add_row(*map(Text, _name(row, folder)), *_cells(row))
+        is_inside = Path(row.path) != Path(folder)
+        name = str(Path(row.path).relative_to(folder)) if is_inside else folder
+        table.add_row(Text(name), *_cells(row))
     console().print(table)
-
-
-def _name(row: "RunRow", folder: str) -> list[str]:
-    path = Path(row.path)
-    return [str(path.relative_to(folder)) if path != Path(folder) else folder]
 
 
 def _cells(row: "RunRow") -> "list[Text]":

@@ -579,7 +579,9 @@ class _Builder:
 
     def finish(self, check: bool, elsewhere: bool = False) -> Loaded:
         """Convert old micro-batch sizes, resolve the tree, and apply the rules."""
-        self._divide_per_device()
+        for old, assignment in self.per_device.items():
+            if assignment.value is not None:
+                self._divide(old, assignment)
         self._set_others()
         for name, assignment in self.verls_own.items():
             if name not in self.chosen:
@@ -668,13 +670,8 @@ class _Builder:
                 return old + key.removeprefix(new)
         return key
 
-    def _divide_per_device(self) -> None:
-        """Convert old micro-batch sizes, which count samples on all devices, to one device."""
-        for old, assignment in self.per_device.items():
-            if assignment.value is not None:
-                self._divide(old, assignment)
-
     def _divide(self, old: str, assignment: Assignment) -> None:
+        """Convert an old micro-batch size, which counts samples on all devices, to one device."""
         new = self.tables.per_device[old]
         value = assignment.value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -830,7 +827,7 @@ def _is_quoted_list(text: str) -> bool:
 
 
 def _type_remedy(value: Any, known: Key) -> str:
-    """Return how to write a value of the wrong type; "" if nobody knows."""
+    """Return how to write a value of the wrong type; "" if that is not known."""
     wanted = known.type
     if value in ("None", "Null", "none"):
         return "Write null in lower case."

@@ -265,14 +265,7 @@ def _count(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
-LETTERS = {
-    "actor": "A",
-    "rollout": "R",
-    "inference": "I",
-    "ref": "F",
-    "teacher": "T",
-    "critic": "C",
-}
+LETTERS = dict(zip(ROLES, "ARIFTC", strict=True))
 MODES = {
     "collocated": "collocated: every role on all devices",
     "disaggregated": "disaggregated: {phases} on devices of their own",

@@ -103,12 +103,11 @@ def unknown(rows: Iterable[Row], name: str, value: Any, rule: str) -> Problem:
 
 
 class Change(NamedTuple):
-    """A default that was `old` before `version`, and is `new` from it on."""
+    """A changed default of the programs `of`."""
 
-    name: str
-    version: str
-    old: Any
-    new: Any
+    of: list[str]
+    was: Any
+    now: Any = NOT_SET
 
 
 @dataclass(frozen=True)
@@ -116,14 +115,14 @@ class Table:
     """The settings of a program, with the defaults of the newest version that is known.
 
     rows: the first one that matches a name counts.
-    changes: newest first.
+    changes: (setting, version): its default before and from this version on, newest first.
     """
 
     framework: str
     rows: tuple[Row, ...]
     oldest: str
     newest: str
-    changes: Sequence[Change]
+    changes: dict[tuple[str, str], Change]
 
     def at(self, version: str | None) -> list[Row]:
         """Return the rows with the defaults of a version. None: the newest one.
@@ -136,17 +135,20 @@ class Table:
             rule = f"is not a version of {self.framework} that verlite knows the defaults of"
             remedy = f"Known are {self.oldest} to {self.newest}: give the nearest one."
             raise ConfigError([Problem(OPTION, version, rule, remedy)])
-        old = {c.name: c.old for c in self.changes if _number(c.version) > chosen}
+        old = {
+            name: change.was
+            for (name, since), change in self.changes.items()
+            if _number(since) > chosen
+        }
         return [replace(row, default=old.get(row.name, row.default)) for row in self.rows]
 
     def describe(self, given: Collection[str], version: str | None) -> str:
         """Return a sentence that says whose defaults these are, and which other versions differ."""
         used = {row.name for row in self.rows} - set(given)
         differ: dict[str, list[str]] = {}
-        for change in reversed(self.changes):
-            if change.name in used:
-                text = f"{_shown(change.old)} before {change.version}"
-                differ.setdefault(change.name, []).append(text)
+        for (name, since), change in reversed(self.changes.items()):
+            if name in used:
+                differ.setdefault(name, []).append(f"{_shown(change.was)} before {since}")
         text = f"Defaults of {self.framework} {version or self.newest} ({OPTION})."
         if not differ:
             return text
@@ -200,12 +202,6 @@ class _Program(NamedTuple):
     defaults: dict[str, Any] = {}
 
 
-class _Change(NamedTuple):
-    of: list[str]
-    was: Any
-    now: Any = NOT_SET
-
-
 KINDS: Mapping[type, str] = {
     bool: "switch",
     int: "int",
@@ -224,7 +220,7 @@ class Dialect:
 
     sections: dict[str, tuple[Row, ...]]
     programs: Mapping[str, _Program]
-    changes: Mapping[str, _Change]
+    changes: Mapping[str, Change]
 
     def tables(self, framework: str) -> dict[str, Table]:
         """Return the table of each program."""
@@ -236,12 +232,12 @@ class Dialect:
                 for section in program.sections
                 for row in self.sections[section]
             )
-            changes = [
-                Change(setting, version, change.was, change.now)
+            changes = {
+                (setting, version): change
                 for key, change in self.changes.items()
                 for setting, version in [key.split()]
                 if name in change.of
-            ]
+            }
             found[name] = Table(framework, rows, program.oldest, program.newest, changes)
         return found
 
@@ -249,7 +245,7 @@ class Dialect:
 def read(file: Path, **words: str) -> Dialect:
     """Return a file's rows. Raises ValueError, which names the file and the row that is wrong."""
     words = {"actor": ACTOR, "model": MODEL, "ref": REF, "rollout": ROLLOUT, **words}
-    shapes = {"programs": _Program, "changes": _Change}
+    shapes = {"programs": _Program, "changes": Change}
     found = toml_tables.read(file, shapes, others=_Setting, **words)
     programs, changes = found.pop("programs"), found.pop("changes")
     sections = {}
