@@ -5,8 +5,10 @@ import pytest
 from verlite.spec.weight_routes import weight_routes, why_impossible
 
 
-def routes(actor, rollout, per_engine=1, per_node=2, chosen="auto", inference=()):
-    return weight_routes(actor, rollout, per_engine, per_node, chosen, inference)
+def routes(
+    actor, rollout, per_engine=1, per_node=2, device="cuda", chosen="auto", inference=()
+):
+    return weight_routes(actor, rollout, per_engine, per_node, device, chosen, inference)
 
 
 def test_engines_beside_an_actor_rank_share_memory():

@@ -253,7 +253,7 @@ ppo.sync_weights = faulty
     options = ["trainer.total_training_steps=5", *NO_VALIDATION]
     run = launch(tmp_path, "stale", base, *options, before=stale)
     assert run.wait() == 1, run.text()
-    assert "error: rollout rank 0 failed in load_weights" in run.text()
+    assert "error: rollout rank 0 failed in fetch_weights" in run.text()
     assert "fingerprint" in run.text()
     assert "release_weights" not in run.text()
     run.assert_nothing_left()

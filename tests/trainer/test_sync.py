@@ -59,7 +59,7 @@ IN_ORDER = [
 def synced(fails=None):
     book = []
     run = fake_run(actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3)
-    run.plan.weights = weight_routes([0], [0], 1, 1, "auto")
+    run.plan.weights = weight_routes([0], [0], 1, 1, "cuda", "auto")
     run.plan.train_dtype = run.plan.rollout_dtype = "float32"
     run.previous = StepState()
     return book, run
@@ -91,7 +91,7 @@ def test_inference_loads_with_the_engines_and_its_failure_keeps_the_version(fail
     assert run.version == 4 and book == [*IN_ORDER[:2], loads, *IN_ORDER[2:]]
     assert run.metrics["perf/weight_probe_gap"] == 2e-6, "of the engines alone"
     book.clear()
-    run.plan.weights = weight_routes([0], [0], 1, 1, "auto", [1])
+    run.plan.weights = weight_routes([0], [0], 1, 1, "cuda", "auto", [1])
     sync_weights(run)
     sends, receives = ("actor", "publish_weights", OFFERS[0]), ("rollout", "fetch_weights", OFFERS)
     assert book[1:4] == [sends, receives, ("inference", "fetch_weights", OFFERS)]

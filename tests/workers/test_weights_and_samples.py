@@ -60,7 +60,7 @@ class Inference(OnCpu, InferenceWorker):
 
 def plan(actor, rollout, transport="auto", inference=()):
     """Return the part of a plan that a weight sync reads: two devices a node."""
-    routes = weight_routes(actor, rollout, 1, 2, transport, inference)
+    routes = weight_routes(actor, rollout, 1, 2, "cuda", transport, inference)
     placement = {"actor": actor, "rollout": rollout} | (
         {"inference": inference} if inference else {}
     )

@@ -497,6 +497,7 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
             placement["rollout"],
             size,
             config.trainer.n_gpus_per_node,
+            device,
             weight_transport(config),
             placement.get("inference", ()),
         ),

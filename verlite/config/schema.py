@@ -574,9 +574,10 @@ class RolloutConfig:
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling during validation.",
         used_when=GIVEN_VALIDATION)
     weight_transport: str = key("auto",
-        "Weight sync: how engines get the weights. auto: shared_memory on nodes with an actor "
-        "rank, collective on others. shared_memory: one copy in the memory of each host. "
-        "cuda_ipc: from the actor's memory on the same GPU. collective: broadcast to one engine "
+        "Weight sync: how engines get the weights. auto: cuda_ipc on CPUs, between processes of "
+        "one device; else shared_memory on nodes with an actor rank, collective on others. "
+        "shared_memory: one copy in the memory of each host. cuda_ipc: bucket by bucket from the "
+        "memory of the actor on the same device. collective: broadcast to one engine "
         "of each host (NCCL or gloo). files: safetensors in trainer.default_local_dir/weights, a "
         "folder that all hosts share. Servers get files, or collective (gloo, without a folder).",
         choices=("auto", *TRANSPORTS))

@@ -74,7 +74,7 @@ class SyncBytes:
         return {
             "shared_memory": f"a copy of {whole} in the memory of each node",
             "collective": f"{whole} over the network to each node, kept in its memory",
-            "cuda_ipc": "bucket by bucket within each GPU, nothing in host memory",
+            "cuda_ipc": "bucket by bucket from the actor rank on the same device",
             "files": f"{whole} written to the shared folder, read on each node",
         }[transport]
 
@@ -374,7 +374,7 @@ def _phases(
     rollout = config.actor_rollout_ref.rollout
     kept = ASLEEP + GRAPHS * (not rollout.enforce_eager) if plan.rollout_name == "vllm" else 0
     whole = policy.exported * DTYPE_BYTES[plan.sync_dtype]
-    bucket = min(rollout.sync_bucket_mb << 20, whole)
+    bucket = min(plan.weights.bucket_bytes(plan.device, rollout.sync_bucket_mb), whole)
 
     def phase(name: str, engine: int, **held: int) -> Phase:
         own = rest | held

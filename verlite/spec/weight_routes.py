@@ -4,10 +4,15 @@ Readers are the rollout engines and, if the role `inference` is placed, its rank
 in this order.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 TRANSPORTS = ("shared_memory", "cuda_ipc", "collective", "files")
+
+CPU_STREAM_BYTES = 4 << 20
+"""Largest bucket of cuda_ipc on CPUs. Both buffers stay in the cache, and little memory is fresh,
+which takes several times as long to write."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,14 @@ class WeightRoutes:
         """Return whether any reader uses a transport."""
         return transport in self.transport
 
+    def bucket_bytes(self, device: str, limit_mb: int) -> int:
+        """Return the size of a bucket on a device, "cpu" or "cuda".
+
+        limit_mb: rollout.sync_bucket_mb.
+        """
+        is_stream = device == "cpu" and set(self.transport) == {"cuda_ipc"}
+        return min(limit_mb << 20, CPU_STREAM_BYTES) if is_stream else limit_mb << 20
+
     def __str__(self) -> str:
         text = _words(self.transport[: self.engines], "engines")
         inference = self.transport[self.engines :]
@@ -62,6 +75,7 @@ def weight_routes(
     rollout: Sequence[int],
     per_engine: int,
     per_node: int,
+    device: str,
     chosen: str,
     inference: Sequence[int] = (),
 ) -> WeightRoutes:
@@ -71,18 +85,24 @@ def weight_routes(
         actor: devices of the actor's ranks.
         rollout: devices of the engines, `per_engine` consecutive ones each.
         per_node: devices of a node.
-        chosen: rollout.weight_transport. "auto": shared_memory on nodes with an actor rank,
-            collective on others; so also for `inference` if it is cuda_ipc, which serves engines.
+        device: "cpu" or "cuda".
+        chosen: rollout.weight_transport. "auto": on CPUs under Linux cuda_ipc for engines whose
+            devices all have an actor rank; shared_memory for others on nodes with an actor rank,
+            collective on other nodes. `inference` never has cuda_ipc, which serves engines.
         inference: devices of the ranks of that role.
     """
     first_rank: dict[int, int] = {}
-    for rank, device in enumerate(actor):
-        first_rank.setdefault(device // per_node, rank)
+    for rank, place in enumerate(actor):
+        first_rank.setdefault(place // per_node, rank)
     devices = [tuple(rollout[i : i + per_engine]) for i in range(0, len(rollout), per_engine)]
     engines = len(devices)
     devices += [(device,) for device in inference]
     nodes = [group[0] // per_node for group in devices]
     transport = ["shared_memory" if node in first_rank else "collective" for node in nodes]
+    if chosen == "auto" and device == "cpu" and sys.platform == "linux":
+        for engine in range(engines):
+            if set(devices[engine]) <= set(actor):
+                transport[engine] = "cuda_ipc"
     if chosen != "auto":
         transport[:engines] = [chosen] * engines
         if chosen != "cuda_ipc":
@@ -93,7 +113,7 @@ def weight_routes(
             first_reader.setdefault(node, reader)
     written = sorted({n for n, t in zip(nodes, transport, strict=True) if t == "shared_memory"})
     streamed = [d for g, t in zip(devices, transport, strict=True) if t == "cuda_ipc" for d in g]
-    rank_on = {device: rank for rank, device in enumerate(actor)}
+    rank_on = {place: rank for rank, place in enumerate(actor)}
     return WeightRoutes(
         tuple(transport),
         tuple(nodes),
@@ -101,7 +121,7 @@ def weight_routes(
         engines,
         tuple(first_rank[node] for node in written if node in first_rank),
         tuple(first_reader.values()),
-        {device: rank_on[device] for device in streamed if device in rank_on},
+        {place: rank_on[place] for place in streamed if place in rank_on},
     )
 
 
@@ -126,7 +146,7 @@ def why_impossible(
         if alone:
             return f"device {alone[0]} has an engine but no actor rank"
     if chosen == "collective" and device == "cuda":
-        routes = weight_routes(actor, rollout, per_engine, per_node, chosen, inference)
+        routes = weight_routes(actor, rollout, per_engine, per_node, device, chosen, inference)
         shared = [r for r in routes.receivers if routes.devices[r][0] == actor[0]]
         if shared:
             return f"device {actor[0]} would be two ranks of one NCCL group"

@@ -287,7 +287,7 @@ class ActorWorker(LogProbWorker):
             parts.append((TRAINED + name, tensor) for name, tensor in trained)
         weights = itertools.chain.from_iterable(parts)
         # Gathering is collective, so ranks without a sink iterate too.
-        bucket_bytes = spec.sync_bucket_mb << 20
+        bucket_bytes = spec.routes.bucket_bytes(self.device.type, spec.sync_bucket_mb)
         try:
             size = publish(weights, sinks, bucket_bytes)
         except BaseException:
