@@ -5,9 +5,7 @@ import pytest
 from verlite.spec.weight_routes import weight_routes, why_impossible
 
 
-def routes(
-    actor, rollout, per_engine=1, per_node=2, device="cuda", chosen="auto", inference=()
-):
+def routes(actor, rollout, per_engine=1, per_node=2, device="cuda", chosen="auto", inference=()):
     return weight_routes(actor, rollout, per_engine, per_node, device, chosen, inference)
 
 
@@ -38,6 +36,24 @@ def test_cuda_ipc_publishes_on_every_device_of_an_engine():
     found = routes([0, 1, 2, 3], [2, 3], per_engine=2, per_node=4, chosen="cuda_ipc")
     assert found.publishers == {2: 2, 3: 3}
     assert found.is_streaming and found.writers == found.receivers == ()
+
+
+def test_processes_of_a_cpu_device_stream(monkeypatch):
+    """The second engine has a device without an actor rank; the third is on another node."""
+    found = routes([0, 1, 2], [0, 3, 4], per_node=4, device="cpu", inference=[1])
+    assert found.transport == ("cuda_ipc", "shared_memory", "collective", "shared_memory")
+    assert found.publishers == {0: 0} and found.writers == (0,) and found.receivers == (2,)
+    assert routes([0], [0, 1], per_engine=2, device="cpu").transport == ("shared_memory",)
+    assert routes([0, 1], [0, 1], per_engine=2, device="cpu").transport == ("cuda_ipc",)
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert routes([0], [0], device="cpu").transport == ("shared_memory",), "no abstract sockets"
+
+
+def test_only_streams_on_cpus_have_small_buckets():
+    streams, mixed = routes([0], [0], device="cpu"), routes([0], [0, 1], device="cpu")
+    assert streams.bucket_bytes("cpu", 512) == 4 << 20 and streams.bucket_bytes("cpu", 1) == 1 << 20
+    assert streams.bucket_bytes("cuda", 512) == 512 << 20
+    assert mixed.bucket_bytes("cpu", 512) == 512 << 20, "each bucket of shared_memory is a file"
 
 
 def test_inference_ranks_are_readers_after_the_engines():
