@@ -1,4 +1,4 @@
-"""The GPU's code paths on a CUDA that is not there, where an environment for them exists."""
+"""The GPU's code paths on a simulated CUDA, where an environment for them exists."""
 
 import os
 import shutil

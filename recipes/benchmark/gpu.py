@@ -2,7 +2,7 @@
 
 python recipes/benchmark/gpu.py [--parts attention ipc ...] [--seconds 520] [--out FOLDER]
 python recipes/benchmark/gpu.py --list
-python recipes/benchmark/gpu.py --device cpu
+python recipes/benchmark/gpu.py --size tiny [--device cpu]
 python recipes/benchmark/gpu.py --take FOLDER/gpu.jsonl
 
 It needs torch and transformers, but no network, no vLLM, no Ray and no installed verlite; bare.py
@@ -12,7 +12,9 @@ command are over is killed; a part that does not fit into what is left is skippe
 FOLDER/gpu.jsonl (FOLDER is $OUT, else build/) gets a line as soon as a row is measured, so that a
 run that is cut off keeps its results. The exit code is 1 if a check failed.
 
-With --device cpu the same parts run with tiny models, which tests this script. --take stores the
+With --size tiny the same parts run with tiny models and batches, which tests this script: in a
+minute or two on a CPU, where it is the default, and on a GPU that only a program simulates
+(tests/gpu_dry/test_script.py). --take stores the
 measured parts of a gpu.jsonl that was brought from another machine in results.json.
 
 Checks: gpu_checks.py. Measurements: models have the shapes of Qwen2.5 and random weights. FLOPs are
@@ -189,19 +191,18 @@ def copy_rates(device: torch.device, size: int) -> dict[str, float]:
     }
 
 
-def machine(results: Results, device_name: str) -> None:
+def machine(results: Results, device_name: str, is_tiny: bool) -> None:
     """The part "machine": the device's name, its rate of a large matrix product, and of copies."""
     row, device = Rows(results, torch.device(device_name)), torch.device(device_name)
-    is_cuda = device.type == "cuda"
 
     def products() -> dict[str, Any]:
-        size, dtype = (8192, torch.bfloat16) if is_cuda else (1024, torch.float32)
+        size, dtype = (1024, torch.float32) if is_tiny else (8192, torch.bfloat16)
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = median_seconds(lambda: torch.mm(a, b), device)
         return {**_device(device), "seconds": seconds, "flops": 2 * size**3 / seconds}
 
     row("matrix product", 5, products)
-    row("copies", 5, lambda: copy_rates(device, (2 << 30) if is_cuda else (64 << 20)))
+    row("copies", 5, lambda: copy_rates(device, (64 << 20) if is_tiny else (2 << 30)))
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -294,6 +295,8 @@ def kernels(trainer: TrainEngine, batch: DataProto, cut: MicroBatching) -> dict[
             torch.cuda.synchronize()
     key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     events = sorted(made.key_averages(), key=lambda event: -getattr(event, key))
+    if not events:
+        return {"skipped": "torch's profiler sees no kernels here: CUPTI did not start"}
     return {
         "total_ms": sum(getattr(event, key) for event in events) / 1e3,
         "kernels": [
@@ -444,18 +447,16 @@ def slept(library: Path) -> dict[str, Any]:
     return {"freed_gib": freed, "seconds": woken - began, "sleep_seconds": middle - began}
 
 
-def checks(results: Results, device_name: str, group: str) -> None:
-    """A group of gpu_checks.py."""
-    run_group(results, group, device_name, "small" if device_name == "cuda" else "tiny")
+def parts_of(device: str, size: str = "full") -> dict[str, Part]:
+    """Return every part by name, in the order of what matters most. size: "full" or "tiny"."""
+    is_tiny = size == "tiny"
 
-
-def parts_of(device: str) -> dict[str, Part]:
-    """Return every part by name, in the order of what matters most."""
-    shape = {"cuda": lambda name: name, "cpu": lambda name: "tiny"}[device]
-    slower = 1 if device == "cuda" else 5
+    def shape(name: str) -> str:
+        return "tiny" if is_tiny else name
 
     def check(group: str, needs: float, seconds: float) -> Part:
-        return Part(group, seconds * slower, checks, (device, group), needs)
+        arguments = (group, device, "tiny" if is_tiny else "small")
+        return Part(group, seconds * (5 if is_tiny else 1), run_group, arguments, needs)
 
     found = [
         check("attention", 15, 60),
@@ -463,7 +464,7 @@ def parts_of(device: str) -> dict[str, Part]:
         check("training", 20, 90),
         check("trees", 15, 60),
         check("memory", 15, 60),
-        Part("machine", 30, machine, (device,), 10),
+        Part("machine", 30, machine, (device, is_tiny), 10),
         Part("1.5b", 150, update, (device, shape("1.5b")), 30),
         Part("7b-width", 100, update, (device, shape("7b-width")), 30),
         check("hf", 20, 60),
@@ -536,12 +537,13 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=parts_of("cuda"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=("full", "tiny"), help="default: full, on a CPU tiny")
     parser.add_argument("--seconds", type=float, default=520, help="limit of the whole command")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or BUILD))
     parser.add_argument("--list", action="store_true", help="show the parts and their time limits")
     parser.add_argument("--take", type=Path, help="store the measured parts of this gpu.jsonl")
     args = parser.parse_args()
-    parts = parts_of(args.device)
+    parts = parts_of(args.device, args.size or ("full" if args.device == "cuda" else "tiny"))
     if args.list:
         limits = [(name, f"{p.needs:.0f}", f"{p.seconds:.0f}") for name, p in parts.items()]
         show(("part", "seconds at least", "seconds at most"), limits)

@@ -1,4 +1,4 @@
-"""Run the tests of this folder on a CUDA that is not there: ENV/bin/python -m tests.gpu_dry
+"""Run the tests of this folder on a simulated CUDA: ENV/bin/python -m tests.gpu_dry
 
 ENV has a build of torch for CUDA and what the core needs; `make gpu-dry` makes one. Arguments are
 pytest's.

@@ -1,4 +1,4 @@
-"""Tests on a CUDA that is not there. `make gpu-dry` runs them; elsewhere they are not collected."""
+"""Tests on a simulated CUDA. `make gpu-dry` runs them; elsewhere they are not collected."""
 
 from collections.abc import Iterator
 from pathlib import Path

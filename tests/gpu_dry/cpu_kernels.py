@@ -1,4 +1,4 @@
-"""Operators on CUDA tensors, computed on the CPU in the memory of the GPU that is not there.
+"""Operators on CUDA tensors, computed on the CPU in the simulated GPU's memory.
 
 Allocations, views, streams and copies between devices stay torch's own calls of the CUDA runtime.
 """
@@ -244,7 +244,17 @@ def _addmm(total, *factors, out=None, **more):  # type: ignore[no-untyped-def]
     return out.copy_(total + left.float() @ right.float())
 
 
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return aten._softmax(x.float() if half_to_float else x, dim, False)
+
+
+def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return aten._softmax_backward_data(grad, out, dim, out.dtype).to(dtype)
+
+
 INSTEAD = {
+    "_softmax": _softmax,
+    "_softmax_backward_data": _softmax_backward,
     "_varlen_attn": _varlen,
     "_varlen_attn_backward": _varlen_backward,
     "addmm": _addmm,

@@ -1,4 +1,4 @@
-"""What the CUDA that is not there (cuda.c) has seen in this process."""
+"""What the simulated CUDA (cuda.c) has seen in this process."""
 
 import ctypes
 import functools

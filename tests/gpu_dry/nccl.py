@@ -1,4 +1,4 @@
-"""NCCL of GPUs that are not there: gloo moves and reduces the bytes in their memory.
+"""NCCL of simulated GPUs: gloo moves and reduces the bytes in their memory.
 
 torch.distributed's collectives are operators, which cpu_kernels.py gives to the group's gloo. Here
 is what else NCCL does: it refuses two ranks on one GPU, and its backend can be called itself.

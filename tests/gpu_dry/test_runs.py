@@ -1,4 +1,4 @@
-"""Whole runs under Ray on GPUs that are not there, beside the same runs on the CPU."""
+"""Whole runs under Ray on simulated GPUs, beside the same runs on the CPU."""
 
 import os
 from pathlib import Path

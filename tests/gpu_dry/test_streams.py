@@ -86,18 +86,18 @@ def test_an_operator_waits_for_what_another_stream_brings(waits: bool) -> None:
     assert y.sum() == (N if waits else 8 * N)
 
 
-@pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.faults(*RACE))])
-def test_memory_returns_to_the_allocator_when_every_stream_has_read_it(told: bool) -> None:
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.faults(*RACE))])
+def test_memory_returns_to_the_allocator_when_every_stream_has_read_it(recorded: bool) -> None:
     x, host = sevens()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         host.copy_(x, non_blocking=True)
-    if told:
+    if recorded:
         x.record_stream(side)
     place = x.data_ptr()
     del x
     y = torch.full((N,), 9.0, device=GPU)
-    assert (y.data_ptr() == place) != told
+    assert (y.data_ptr() == place) != recorded
     side.synchronize()
 
 

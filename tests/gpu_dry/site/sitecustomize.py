@@ -1,5 +1,5 @@
-"""Python runs this first, as its folder is on PYTHONPATH: processes that tests start see the GPUs
-that are not there, and compute on the CPU from their first import of what computes."""
+"""Python runs this first, as its folder is on PYTHONPATH: processes that tests start see
+simulated GPUs, and compute on the CPU from their first import of what computes."""
 
 import importlib
 import os
@@ -20,9 +20,14 @@ def records_memory(worker_actor: ModuleType) -> None:
         importlib.import_module("tests.gpu_dry.phases").record(worker_actor.WorkerActor)
 
 
+def computes(vllm: ModuleType) -> None:
+    importlib.import_module("tests.gpu_dry.vllm_kernels").install(vllm)
+
+
 CHANGES = {
     "verlite.machine": has_gpus,
     "verlite.controller.worker_actor": records_memory,
+    "verlite.rollout.engines.vllm": computes,
 }
 
 
