@@ -167,8 +167,7 @@ def read_page() -> dict[Place, str]:
 def write_page(tests: dict[Place, str]) -> None:
     before, rest = PAGE.read_text(encoding="utf-8").split(HEADING)
     rows = [
-        f"| `{f'{p.file} {p.function}'.strip()}` | `{p.text}` | "
-        f"{tests.get(p, 'never')} |\n"
+        f"| `{f'{p.file} {p.function}'.strip()}` | `{p.text}` | {tests.get(p, 'never')} |\n"
         for p in places()
     ]
     page = before + HEADING + "".join(rows) + rest[rest.index("\n## ") :]
