@@ -9,8 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verlite.engine import attention
-from verlite.engine.attention import Paths, Sequences, packed_attention
-from verlite.engine.model import _Select
+from verlite.engine.attention import Paths, Select, Sequences, packed_attention
 
 LENGTHS = (5, 1, 8, 3)
 
@@ -81,8 +80,7 @@ def test_a_tree_attends_along_its_paths(window: int | None) -> None:
     )
     flat = naive(*(x[:, :, places] for x in (query, key, value)), 0.3, window, lengths)
     kept = [places.index(place) for place in range(12)]
-    spans = ((0, 7), (0, 5), (7, 8), (0, 4), (8, 10), (10, 12))
-    paths = Paths(spans, lengths, torch.tensor([0, *lengths]).cumsum(0).int())
+    paths = Paths(torch.tensor(places), lengths, torch.tensor([0, *lengths]).cumsum(0).int())
     own = (7, 1, 2, 2)
     sequences = Sequences(own, torch.tensor([0, *own]).cumsum(0).int(), paths=paths)
     assert sequences.longest == 7
@@ -101,7 +99,9 @@ def test_a_tree_attends_along_its_paths(window: int | None) -> None:
 def test_gradients_of_shared_tokens_are_summed_in_float32() -> None:
     """A token on 1,024 paths: bfloat16 has 8 bits, so a sum in it stays at 256."""
     x = torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
-    paths = Paths(((0, 2),) * 1024, (2,) * 1024, torch.arange(0, 2049, 2, dtype=torch.int32))
+    paths = Paths(
+        torch.tensor([0, 1] * 1024), (2,) * 1024, torch.arange(0, 2049, 2, dtype=torch.int32)
+    )
     paths.gather(x).sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
     assert x.grad.flatten().tolist() == [1024.0, 1024.0]
@@ -109,7 +109,7 @@ def test_gradients_of_shared_tokens_are_summed_in_float32() -> None:
 
 def test_gradients_of_shared_hidden_states_are_summed_in_float32() -> None:
     hidden = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    _Select.apply(hidden, torch.tensor([0] * 1024 + [1])).sum().backward()
+    Select.apply(hidden, torch.tensor([0] * 1024 + [1])).sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
     assert hidden.grad.flatten().tolist() == [1024.0, 1.0]
 
@@ -165,7 +165,7 @@ def test_varlen_kernel_gets_the_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = [torch.randn(1, heads, 6, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     boundaries = [torch.tensor(b, dtype=torch.int32) for b in ([0, 3, 5, 6], [0, 3, 8, 9])]
-    paths = Paths(((0, 3), (0, 5), (5, 6)), (3, 5, 1), boundaries[1])
+    paths = Paths(torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5]), (3, 5, 1), boundaries[1])
     options: dict[str, Any] = {
         "scaling": 0.3,
         "sequences": Sequences((3, 2, 1), boundaries[0], paths=paths),

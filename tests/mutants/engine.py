@@ -48,9 +48,13 @@ def _sibling_seen(original, *args, **kwargs):
     tree = original(*args, **kwargs)
     if tree is None:
         return None
+    import torch
+
     paths = [tree.paths[0]]
-    for path, before in zip(tree.paths[1:], tree.paths, strict=False):
-        paths.append((*path[:-1], before[-1], path[-1]) if len(path) > 1 else path)
+    own = [path[-new:] for path, new in zip(tree.paths, tree.lengths, strict=True)]
+    for path, before, new in zip(tree.paths[1:], own, own[1:], strict=False):
+        known = path[: -len(new)]
+        paths.append(torch.cat([known, before, new]) if len(known) else path)
     return dataclasses.replace(tree, paths=tuple(paths))
 
 
@@ -58,20 +62,19 @@ def _prefix_twice(original, *args, **kwargs):
     tree = original(*args, **kwargs)
     if tree is None:
         return None
-    paths = tuple((path[0], *path) if len(path) > 1 else path for path in tree.paths)
+    import torch
+
+    known = [path[:-new] for path, new in zip(tree.paths, tree.lengths, strict=True)]
+    paths = tuple(torch.cat([first, path]) for first, path in zip(known, tree.paths, strict=True))
     return dataclasses.replace(tree, paths=paths)
 
 
 def _prefix_trained_by_one(original, self, x):
     import torch
 
-    seen = torch.zeros(x.shape[2], 1, dtype=torch.bool)
-    found = []
-    for begin, end in self.spans:
-        part = x[:, :, begin:end]
-        found.append(torch.where(seen[begin:end], part.detach(), part))
-        seen[begin:end] = True
-    return torch.cat(found, 2)
+    selected, seen = x[:, :, self.tokens], set()
+    is_first = [not (token in seen or seen.add(token)) for token in self.tokens.tolist()]
+    return torch.where(torch.tensor(is_first)[:, None], selected, selected.detach())
 
 
 def _positions_restarted(original, batch, tree, targets, shape):

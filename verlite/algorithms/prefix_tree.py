@@ -3,7 +3,7 @@
 Causal attention makes the hidden state of a token a function of the tokens before it, so sequences
 with an equal prefix have equal hidden states there. Sorted, each sequence shares its longest prefix
 with one of its neighbors. So a sequence adds to the packed row only what the one before it lacks,
-and the tokens that it attends to are a path of a few spans of the row.
+and the tokens that it attends to are a path through the row.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,13 @@ class PrefixTree:
     places: [T], the place of each packed token.
     lengths: the new tokens of each sequence that has any, in the order of their places; their sum
         is D.
-    paths: for each of `lengths`, the spans (begin, end) of places from the sequence's first token
-        to its last.
+    paths: for each of `lengths`, the places from the sequence's first token to its last.
     """
 
     kept: Tensor
     places: Tensor
     lengths: tuple[int, ...]
-    paths: tuple[tuple[tuple[int, int], ...], ...]
+    paths: tuple[Tensor, ...]
 
 
 def token_keys(packed: Packed) -> list[np.ndarray]:
@@ -65,18 +64,18 @@ def prefix_tree(packed: Packed) -> PrefixTree | None:
     starts = packed.cu_seqlens.tolist()
     places = np.empty(len(packed.input_ids), dtype=np.int64)
     kept = []
-    spans: list[tuple[int, int]] = []  # of places, along the path of the sequence before
+    path = places[:0]  # of the sequence before
     paths = []
     size = 0
     for i, known in zip(order, shared, strict=True):
         if not len(sequences[i]):
             continue
         new = len(sequences[i]) - known
-        spans = _first(spans, known) + [(size, size + new)] * (new > 0)
-        places[starts[i] : starts[i + 1]] = np.concatenate([np.arange(*span) for span in spans])
+        path = np.concatenate([path[:known], np.arange(size, size + new)])
+        places[starts[i] : starts[i + 1]] = path
         if new:
             kept.append(np.arange(starts[i] + known, starts[i + 1]))
-            paths.append(tuple(spans))
+            paths.append(torch.from_numpy(path))
             size += new
     return PrefixTree(
         kept=torch.from_numpy(np.concatenate(kept)),
@@ -84,13 +83,3 @@ def prefix_tree(packed: Packed) -> PrefixTree | None:
         lengths=tuple(map(len, kept)),
         paths=tuple(paths),
     )
-
-
-def _first(spans: list[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
-    """Return the spans of the first `tokens` places."""
-    found = []
-    for begin, end in spans:
-        if tokens > 0:
-            found.append((begin, min(end, begin + tokens)))
-            tokens -= end - begin
-    return found

@@ -35,40 +35,38 @@ _REMEDY = "Set model.use_remove_padding=False"
 class Paths:
     """Which tokens of a packed row each of its n sequences attends to.
 
-    spans: (begin, end) of the row's tokens, path by path, each from the sequence's first token to
-        its last.
-    lengths: tokens of each path, at least those of the sequence in the row.
+    tokens: [P] on the model's device, the row's tokens path by path, each from the sequence's
+        first token to its last.
+    lengths: tokens of each path, at least those of the sequence in the row; their sum is P.
     cu_seqlens: [n + 1] int32 on the model's device: the sums of `lengths`.
     """
 
-    spans: tuple[tuple[int, int], ...]
+    tokens: Tensor
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the tokens of all paths, one after another, of [1, KV, T, D]."""
-        found: Tensor = _Gather.apply(x, self.spans)
-        return found
+        _, heads, _, size = x.shape
+        rows: Tensor = Select.apply(x.transpose(1, 2).flatten(2).squeeze(0), self.tokens)
+        return rows.unflatten(1, (heads, size)).transpose(0, 1).unsqueeze(0)
 
 
-class _Gather(torch.autograd.Function):
-    """Concatenation of spans. The gradient of a token in several spans is summed in float32 and in
-    a fixed order; autograd would round after each of them, and indexing add them in any order."""
+class Select(torch.autograd.Function):
+    """x[source] for x [T, H] and source [K]. The gradient of a token that is selected several times
+    is summed in float32 and in a fixed order; that of indexing is in any order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
-        ctx.spans, ctx.tokens = spans, x.shape[2]
-        return torch.cat([x[:, :, begin:end] for begin, end in spans], 2)
+    def forward(ctx: Any, x: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(source)
+        ctx.tokens = len(x)
+        return nn.functional.embedding(source, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        batch, heads, _, size = gradient.shape
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        total = gradient.new_zeros(batch, heads, ctx.tokens, size, dtype=dtype)
-        parts = gradient.split([end - begin for begin, end in ctx.spans], 2)
-        for (begin, end), part in zip(ctx.spans, parts, strict=True):
-            total[:, :, begin:end] += part
+        (gradient,), (source,) = gradients, ctx.saved_tensors
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        total = torch.ops.aten.embedding_dense_backward(wide, source, ctx.tokens, -1, False)
         return total.to(gradient.dtype), None
 
 
@@ -110,8 +108,9 @@ class Sequences:
         paths = self.paths
         if paths is not None:
             size = sum(self.lengths)
+            added = torch.arange(size, size + padding, device=paths.tokens.device)
             paths = Paths(
-                (*paths.spans, (size, size + padding)),
+                torch.cat([paths.tokens, added]),
                 (*paths.lengths, padding),
                 longer(paths.cu_seqlens),
             )
@@ -126,7 +125,7 @@ class Sequences:
         """Return a copy with the function's results for all tensors."""
         paths = self.paths
         if paths is not None:
-            paths = replace(paths, cu_seqlens=function(paths.cu_seqlens))
+            paths = Paths(function(paths.tokens), paths.lengths, function(paths.cu_seqlens))
         return replace(self, cu_seqlens=function(self.cu_seqlens), paths=paths)
 
 

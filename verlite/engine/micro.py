@@ -7,7 +7,7 @@ token reach the output head.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -267,9 +267,8 @@ def _tree_inputs(
     batch: Packed, tree: PrefixTree, targets: ResponseTargets, shape: tuple[int, int]
 ) -> ModelInputs:
     """Build the inputs of a pass over distinct tokens."""
-    spans = tuple(chain(*tree.paths))
-    lengths = tuple(sum(end - begin for begin, end in path) for path in tree.paths)
-    paths = Paths(spans, lengths, _boundaries(lengths))
+    lengths = tuple(map(len, tree.paths))
+    paths = Paths(torch.cat(tree.paths), lengths, _boundaries(lengths))
     return ModelInputs(
         batch.input_ids[tree.kept][None],
         batch.position_ids[tree.kept][None],

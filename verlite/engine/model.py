@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
-from verlite.engine.attention import PACKED_ATTENTION
+from verlite.engine.attention import PACKED_ATTENTION, Select
 from verlite.engine.folder import ModelError, load_config, reading
 from verlite.engine.micro import ModelInputs, model_inputs
 from verlite.spec.roles import ModelSpec
@@ -47,24 +47,6 @@ _FILE_DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Dtypes of weights in safetensors files, by their names there."""
-
-
-class _Select(torch.autograd.Function):
-    """hidden[source] for hidden [T, H] and source [K]. The gradient of a token that several targets
-    share is summed in float32 and in a fixed order; that of indexing is in any order."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, source: Tensor) -> Tensor:
-        ctx.save_for_backward(source)
-        ctx.tokens = len(hidden)
-        return nn.functional.embedding(source, hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,), (source,) = gradients, ctx.saved_tensors
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        total = torch.ops.aten.embedding_dense_backward(wide, source, ctx.tokens, -1, False)
-        return total.to(gradient.dtype), None
 
 
 _FLOAT32_TOLERANCE = 1e-3  # of the self-check, relative to the largest expected value
@@ -355,7 +337,7 @@ class HeadedModel(nn.Module):
             {"values"}, or {"log_probs"} plus the requested "entropy" and "sum_pi_squared". All but
             "sum_pi_squared" are differentiable.
         """
-        hidden: Tensor = _Select.apply(self.hidden(inputs), inputs.targets.source)
+        hidden: Tensor = Select.apply(self.hidden(inputs), inputs.targets.source)
         return self.head(
             hidden, inputs.targets.labels, temperature, with_entropy, with_sum_pi_squared
         )
