@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -398,8 +399,8 @@ def with_forks(tmp_path, main, run=asyncio.run):
         async with forks.Forks(spec, str(tmp_path)) as own:
 
             def started(name, timeout_s=60.0, **task):
-                settings = {"timeout_s": timeout_s, "memory_gb": 2.0, "forks": own}
-                return program.run(spec.command, {"name": name, **task}, "", "", **settings)
+                limited = replace(spec, timeout_s=timeout_s, memory_gb=2.0)
+                return program.run(limited, {"name": name, **task}, "", "", forks=own)
 
             return await main(own, started)
 
@@ -520,8 +521,8 @@ def test_a_fork_has_the_names_of_a_program_that_is_started(tmp_path, command):
     )
 
     async def names(own):
-        settings = {"timeout_s": 60.0, "memory_gb": 2.0, "folder": str(tmp_path), "forks": own}
-        return await program.run(command, {}, "", "", **settings)
+        spec = AgentSpec(command, timeout_s=60.0, memory_gb=2.0)
+        return await program.run(spec, {}, "", "", str(tmp_path), forks=own)
 
     async def run():
         async with forks.Forks(AgentSpec(command, preload=["json"]), str(tmp_path)) as own:
@@ -590,13 +591,13 @@ def test_the_limit_of_a_sample_does_not_count_the_imports(monkeypatch):
         monkeypatch.setattr(forks.Forks, "start", start)
         with pytest.raises(ProgramError, match=error):
             own = forks.Forks(spec, None)
-            limits = {"timeout_s": 0.1, "memory_gb": 1.0}
-            asyncio.run(program.run("python agent.py", {}, "", "", **limits, forks=own))
+            limited = replace(spec, timeout_s=0.1, memory_gb=1.0)
+            asyncio.run(program.run(limited, {}, "", "", forks=own))
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ProgramError, match="no-such-program: No such file or directory"):
-        asyncio.run(program.run("no-such-program -x", {}, "", "", timeout_s=60, memory_gb=1))
+        asyncio.run(program.run(AgentSpec("no-such-program -x", memory_gb=1), {}, "", ""))
 
 
 def test_a_program_that_cannot_be_started_is_an_unscored_sample(tmp_path, monkeypatch):

@@ -112,7 +112,7 @@ def hostfile(
     """
     from verlite.config.problems import ConfigError, notes_text
     from verlite.launch import ClusterError
-    from verlite.launch.hosts import launch, own_python, passed_environment, plan_run
+    from verlite.launch.hosts import Launcher, own_python, passed_environment, plan_run
     from verlite.launch.session import Remote
     from verlite.terminal import console
 
@@ -136,7 +136,7 @@ def hostfile(
     environment |= {name: os.environ[name] for name in [*tokens, *(env or [])]}
     remote = Remote(ssh_words, python or own_python(), os.getcwd(), environment)
     try:
-        code = launch(job, remote, _say, wait, service_wait)
+        code = Launcher(job, remote, _say, wait, service_wait).run()
     except ClusterError as error:
         fail(error, code=1)
     raise typer.Exit(code)

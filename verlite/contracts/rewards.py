@@ -84,11 +84,9 @@ def check_reward(
         items = [replace(question, solution_str=text) for text in texts.values()]
         first = scorer.score(items)
         again = scorer.score(copy.deepcopy(items[::-1]))[::-1]
-        bare = (
-            first
-            if row
-            else scorer.score([replace(item, extra_info=dict(ONE_TURN)) for item in items])
-        )
+        bare = first
+        if row is None:
+            bare = scorer.score([replace(item, extra_info=dict(ONE_TURN)) for item in items])
     except FunctionError as error:
         return [str(error).removeprefix("custom_reward_function: ")]
     finally:
@@ -104,31 +102,25 @@ def _findings(
     bare: list[RewardResult],
     truth_is_text: bool,
 ) -> list[str]:
-    problems = _on(
-        {
-            name: f"{result.error}: {_last_line(result)}"
-            for name, result in zip(names, first, strict=True)
-            if result.score is None
-        }
-    )
-    if problems:
-        return problems
-    changed = "the result changes when scored again: it depends on the order of calls or on chance"
+    failed = {
+        name: f"{result.error}: {result.cause}"
+        for name, result in zip(names, first, strict=True)
+        if result.score is None
+    }
+    if failed:
+        return _on(failed)
     pairs = zip(names, first, again, strict=True)
-    problems += _on(
-        {
-            name: changed
-            for name, one, two in pairs
-            if (one.score, one.parts) != (two.score, two.parts)
-        }
-    )
-    missing = (
-        "without extra_info {}: use a default for what you read there, or try it on your data "
-        "with --data FILE"
+    changed = [name for name, a, b in pairs if (a.score, a.parts) != (b.score, b.parts)]
+    problems = _on(
+        dict.fromkeys(
+            changed,
+            "the result changes when scored again: it depends on the order of calls or on chance",
+        )
     )
     problems += _on(
         {
-            name: missing.format(result.error)
+            name: f"without extra_info {result.error}: use a default for what you read there, or "
+            "try it on your data with --data FILE"
             for name, result in zip(names, bare, strict=True)
             if result.score is None
         }
@@ -160,8 +152,3 @@ def _on(messages: dict[str, str]) -> list[str]:
         f"on {'all answers' if len(names) == len(answers(TRUTH)) else ', '.join(names)}: {message}"
         for message, names in about.items()
     ]
-
-
-def _last_line(result: RewardResult) -> str:
-    lines = (result.traceback or "").strip().splitlines()
-    return lines[-1].removeprefix(f"{result.error}: ") if lines else ""

@@ -17,7 +17,7 @@ GPU.
 
 It needs /proc, so it works on Linux only.
 
-Imports the standard library only, because every worker waits for it.
+Its top imports the standard library only, because every worker waits for it.
 """
 
 import contextlib

@@ -143,19 +143,8 @@ class Agents:
         """Return the last line of the program, or score and parts of the environment."""
         if self.environment is not None:
             return await self.environment.run(task.row, session, log)
-        assert self._spec.command is not None
-        return await run(
-            self._spec.command,
-            task.row,
-            session.base_url,
-            session.token,
-            timeout_s=self._spec.timeout_s,
-            memory_gb=self._spec.memory_gb,
-            folder=self._folder,
-            secret_env_vars=self._spec.secret_env_vars,
-            log=log,
-            forks=self._forks,
-        )
+        place = session.base_url, session.token, self._folder
+        return await run(self._spec, task.row, *place, log, self._forks)
 
 
 def as_trajectory(session: OpenSession, prompt_ids: list[int], credit: str = "graph") -> Trajectory:

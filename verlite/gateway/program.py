@@ -29,6 +29,7 @@ from verlite.own_process import (
     variables_for_programs,
 )
 from verlite.rewards.result import BadReturn, RewardResult, result_of
+from verlite.spec.roles import AgentSpec
 
 MAX_OUTPUT = 16 << 20
 """Bytes that a program may print."""
@@ -53,31 +54,25 @@ class ProgramError(Exception):
 
 
 async def run(
-    command: str,
+    spec: AgentSpec,
     task: Mapping[str, Any],
     base_url: str,
     token: str,
-    *,
-    timeout_s: float,
-    memory_gb: float,
     folder: str | None = None,
-    secret_env_vars: Sequence[str] = (),
     log: bytearray | None = None,
     forks: Forks | None = None,
 ) -> str:
     """Run a program until it ends. Return the last line of its output, "" if it printed none.
 
     Args:
-        command: words as in a shell, which is not used; or one word FILE.py:NAME or
-            package.module:NAME, for a function (`verlite.gateway.function`).
+        spec: the command, as words in a shell, which is not used; or one word FILE.py:NAME or
+            package.module:NAME, for a function (`verlite.gateway.function`). Imports that it shares
+            do not count in `timeout_s`.
         task: JSON values.
         base_url: of its session.
         token: of its session.
-        timeout_s: seconds until it is killed, without imports that it shares.
-        memory_gb: limit of its own memory, in GiB.
         folder: its working directory; None for the current one.
         log: gets the end of what it prints, both streams, also if it fails.
-        secret_env_vars: variables that it gets although their names look like those of secrets.
         forks: which start it, if it shares imports with other samples.
 
     Raises:
@@ -86,19 +81,20 @@ async def run(
     """
     log = bytearray() if log is None else log
     text = json.dumps(task, default=str)
-    words = shlex.split(command)
+    assert spec.command is not None
+    words = shlex.split(spec.command)
     code = _CALL if is_function(words) else EXECUTE
-    variables = _variables(text, base_url, token, secret_env_vars)
+    variables = _variables(text, base_url, token, spec.secret_env_vars)
     process: asyncio.subprocess.Process | Fork | None = None
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with asyncio.timeout(spec.timeout_s) as limit:
             try:
                 if forks is None:
-                    process = await start_kept(code, words, memory_gb, folder, variables)
+                    process = await start_kept(code, words, spec.memory_gb, folder, variables)
                 else:
                     limit.reschedule(None)
                     await forks.ready()
-                    limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+                    limit.reschedule(asyncio.get_running_loop().time() + spec.timeout_s)
                     process = await forks.start(variables)
             except (OSError, ProcessEnded) as error:  # no more processes, files or memory
                 raise ProgramError(f"it cannot be started: {error}") from error
@@ -113,7 +109,8 @@ async def run(
         late = (
             f": that of agent.preload={forks.modules} did not fork" if forks and not process else ""
         )
-        raise ProgramError(f"it did not end within agent.timeout_s={timeout_s:g}{late}") from None
+        limit_s = f"agent.timeout_s={spec.timeout_s:g}"
+        raise ProgramError(f"it did not end within {limit_s}{late}") from None
     finally:
         if process is not None:
             await _end(process, token)
@@ -184,11 +181,8 @@ async def _end(process: asyncio.subprocess.Process | Fork, token: str) -> None:
     finally:
         if isinstance(process, Fork):
             process.close()
-    if token and process.returncode in (
-        None,
-        -signal.SIGKILL,
-    ):  # perhaps the program killed its keeper
-        kill_marked(token.encode())
+    if token and process.returncode in (None, -signal.SIGKILL):
+        kill_marked(token.encode())  # perhaps the program killed its keeper
 
 
 def _remedy(cause: str, withheld: Iterable[str]) -> str:

@@ -398,11 +398,6 @@ class Launcher:
         self._signals.append(number)
 
 
-def launch(job: HostsRun, remote: Remote, say: Say, wait_s: float, service_wait_s: float) -> int:
-    """Run a training on its hosts; return its exit code. See `Launcher`."""
-    return Launcher(job, remote, say, wait_s, service_wait_s).run()
-
-
 def own_python() -> str:
     """Return this interpreter's path, without resolving a virtual environment's link."""
     return str(Path(sys.executable).absolute())

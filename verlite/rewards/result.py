@@ -73,6 +73,12 @@ class RewardResult:
     traceback: str | None = None
     """Traceback of the function, or one line that describes the failure."""
 
+    @property
+    def cause(self) -> str:
+        """The failure in one line, without its class."""
+        lines = (self.traceback or "").strip().splitlines()
+        return lines[-1].removeprefix(f"{self.error}: ") if lines else ""
+
 
 class BadReturn(ValueError):
     """A reward function returned a value that is not a score."""

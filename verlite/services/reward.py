@@ -366,7 +366,5 @@ def _reason(result: RewardResult) -> str | None:
     """Return one line without a stack trace."""
     if result.error is None:
         return None
-    lines = (result.traceback or "").strip().splitlines()
-    last = lines[-1].removeprefix(f"{result.error}: ") if lines else ""
-    text = f"{result.error}: {last}"[:MAX_ERROR]
+    text = f"{result.error}: {result.cause}"[:MAX_ERROR]
     return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is not JSON

@@ -48,21 +48,12 @@ class WandbTracker:
             "config": run.config,
             "id": number,
             "resume": "allow",
+            "settings": wandb.Settings(silent=True, init_timeout=WANDB_INIT_S),
         }
-        settings = wandb.Settings(silent=True, init_timeout=WANDB_INIT_S)
-        why = wandb_problem(os.environ)
-        if why is None:
-            try:
-                self._run = wandb.init(**options, settings=settings)
-            except wandb.Error as error:
-                why = one_line(error)
-                wandb.teardown()  # its service would refuse the id of the run that did not start
-        if why is not None:
-            self._run = wandb.init(**options, settings=settings, mode="offline")
+        self._run, why = _online_or_not(wandb, options, wandb_problem(os.environ))
         if self._run.offline:
             files = f"{run.directory}/wandb/offline-run-*-{number}"
-            reason = why or "offline, as asked for"
-            run.say(f"wandb: {reason}. Send the run later with: wandb sync {files}")
+            run.say(f"wandb: {why}. Send the run later with: wandb sync {files}")
         elif self._run.url:
             run.say(f"wandb: {self._run.url}")
         self._run.define_metric(STEP_METRIC)
@@ -192,20 +183,12 @@ class SwanLabTracker:
             "id": number,
             "resume": "allow",
         }
-        why = swanlab_problem(os.environ)
-        if why is None:
-            try:
-                self._run = swanlab.init(**options)
-            except Exception as error:  # a login, network or server error of several packages
-                why = one_line(error)
-        if why is not None:
-            self._run = swanlab.init(**options, mode="offline")
+        self._run, why = _online_or_not(swanlab, options, swanlab_problem(os.environ))
         if self._run.mode == "online":
             run.say(f"swanlab: {self._run.url}")
         else:
-            reason = why or "offline, as asked for"
             files = f"{run.directory}/swanlab/run-*-{number}"
-            run.say(f"swanlab: {reason}. Send the run later with: swanlab sync {files}")
+            run.say(f"swanlab: {why}. Send the run later with: swanlab sync {files}")
 
     def __call__(self, step: int, metrics: Metrics) -> None:
         self._run.log(metrics, step=step)
@@ -250,6 +233,21 @@ class TrackioTracker:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _online_or_not(package: Any, options: dict[str, Any], problem: str | None) -> tuple[Any, str]:
+    """Begin a run of W&B or SwanLab. Return it, and why it is offline if it is.
+
+    problem: why it would ask for a login.
+    """
+    if problem is None:
+        try:
+            return package.init(**options), "offline, as asked for"
+        except Exception as error:  # a login, network or server error of several packages
+            problem = one_line(error)
+            if hasattr(package, "teardown"):
+                package.teardown()  # W&B would refuse the id of the run that did not start
+    return package.init(**options, mode="offline"), problem
 
 
 def _rows(step: int, records: list[dict[str, Any]]) -> list[list[Any]]:
