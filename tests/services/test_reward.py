@@ -22,7 +22,7 @@ from tests.http.running import running
 from verlite.cli import app as command
 from verlite.http.server import ServiceError
 from verlite.services import reward
-from verlite.services.reward import make_app, scoring
+from verlite.services.reward import Scoring, make_app
 from verlite.services.truths import TEMPLATES, first_question, question, read_truths, response
 
 pytestmark = pytest.mark.process
@@ -73,8 +73,9 @@ def serving(
     token: str | None = None,
     **settings: Any,
 ) -> Iterator[str]:
-    options = {"item_timeout_s": 2.0, "processes": 2, "max_waiting": 10_000, **settings}
-    scorer = scoring(function, 0.5, **options)
+    options = {"limit_s": 2.0, "processes": 2, "most_waiting": 10_000, **settings}
+    scorer = Scoring(function, 0.5, **options)
+    scorer.start()
     truths = read_truths([str(path)], "message", None, CHATML) if path else None
     with running(make_app(scorer, truths, CHATML, max_body, token=token)) as address:
         yield address
@@ -238,7 +239,7 @@ def test_body_and_queue_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes take two answers each of ten, so that six wait."""
     monkeypatch.setattr(reward, "CHUNK", 2)
     with (
-        serving(None, max_body=2000, max_waiting=8, item_timeout_s=1.0) as base,
+        serving(None, max_body=2000, most_waiting=8, limit_s=1.0) as base,
         ThreadPoolExecutor(1) as clients,
     ):
         assert ask(base, {"query": ["x" * 2000]}, 413)["detail"].startswith("the body has more")
@@ -274,7 +275,7 @@ def test_999_answers_in_one_request_and_64_clients_at_once(base: str) -> None:
 
 
 def test_answers_of_a_client_that_left_are_not_scored() -> None:
-    with serving(None, item_timeout_s=0.5, processes=1) as base:
+    with serving(None, limit_s=0.5, processes=1) as base:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{base}/get_reward",
@@ -320,7 +321,7 @@ def test_function_of_openrlhf_scores(tmp_path: Path, returned: str) -> None:
         f"    return {returned}\n"
     )
     body = {"query": ["ask four", "ask x"], "prompts": ["ask ", "ask "], "labels": ["a", "b"]}
-    with serving(None, function=f"{file}:reward_func", item_timeout_s=20.0) as base:
+    with serving(None, function=f"{file}:reward_func", limit_s=20.0) as base:
         assert ask(base, body)["rewards"] == [3.0, 0.0]
 
 

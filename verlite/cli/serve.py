@@ -225,7 +225,7 @@ def reward(
     """
     from verlite.http.server import ServiceError, run, url
     from verlite.rewards.process import FunctionError
-    from verlite.services.reward import make_app, scoring
+    from verlite.services.reward import Scoring, make_app
     from verlite.services.truths import TEMPLATES, read_truths
 
     bound, token = listen.reserve()
@@ -234,7 +234,8 @@ def reward(
         files = [file for file in (dataset or "").split(",") if file]
         truths = read_truths(files, input_key, answer_key, template) if files else None
         limits = (item_timeout, processes, max_waiting)
-        scorer = scoring(function, format_weight, *limits, secret_env or [])
+        scorer = Scoring(function, format_weight, *limits, secret_env or [])
+        scorer.start()
     except (ServiceError, FunctionError) as error:
         fail(error)
     service = make_app(scorer, truths, template, max_body, max_answers, token)

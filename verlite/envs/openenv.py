@@ -19,6 +19,7 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
@@ -172,66 +173,57 @@ def text_of(observation: Mapping[str, Any]) -> str:
     return json.dumps(fields, ensure_ascii=False)
 
 
+@dataclass(eq=False)
 class OpenEnv(EnvFactory):
-    """The server of a run. With a command each rollout worker starts one of its own."""
+    """The server of a run. With a command each rollout worker starts one of its own.
+
+    Raises:
+        ValueError: a setting cannot be used. OwnCodeError: a function cannot be imported.
+    """
 
     plays = True
 
-    def __init__(
-        self,
-        server: str,
-        max_turns: int,
-        max_obs_length: int = 512,
-        scores: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        action: str | None = None,
-        observation: str | None = None,
-        timeout_s: float = 60.0,
-        session_s: float = 300.0,
-        start_s: float = 120.0,
-        memory_gb: float = 16.0,
-    ) -> None:
-        """Prepare; nothing is started yet.
+    server: str
+    """Its URL; or a command, in which {port} is where it must listen."""
+    max_turns: int
+    """Actions of an episode, at most."""
+    max_obs_length: int = 512
+    """Tokens of an observation, at most. Longer ones are cut at their end."""
+    scores: bool = True
+    """Whether the sum of rewards is the score, not a reward function's."""
+    template_kwargs: Mapping[str, Any] | None = None
+    """data.apply_chat_template_kwargs."""
+    action: str | None = None
+    """FILE.py:NAME or module:NAME in place of `action_of`."""
+    observation: str | None = None
+    """The same in place of `text_of`."""
+    timeout_s: float = 60.0
+    """Longest time of one answer of the server, in seconds."""
+    session_s: float = 300.0
+    """How long to wait for a session of a server that has no more, in seconds."""
+    start_s: float = 120.0
+    """How long a command may take to start, in seconds."""
+    memory_gb: float = 16.0
+    """Limit of a command's memory, in GiB."""
 
-        Args:
-            server: its URL; or a command, in which {port} is where it must listen.
-            max_turns: actions of an episode, at most.
-            max_obs_length: tokens of an observation, at most. Longer ones are cut at their end.
-            scores: whether the sum of rewards is the score, not a reward function's.
-            template_kwargs: data.apply_chat_template_kwargs.
-            action: FILE.py:NAME or module:NAME in place of `action_of`.
-            observation: the same in place of `text_of`.
-            timeout_s: longest time of one answer of the server, in seconds.
-            session_s: how long to wait for a session of a server that has no more, in seconds.
-            start_s: how long a command may take to start, in seconds.
-            memory_gb: limit of a command's memory, in GiB.
-
-        Raises:
-            ValueError: a setting cannot be used. OwnCodeError: a function cannot be imported.
-        """
-        limits = {"timeout_s": timeout_s, "start_s": start_s, "memory_gb": memory_gb}
-        for name, value in {**limits, "session_s": session_s}.items():
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "start_s", "memory_gb", "session_s"):
+            value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"env.kwargs.{name}={value!r} must be a number of at least 0")
-        self._base = server.rstrip("/") if re.match(r"(https?|wss?)://", server) else None
+        self._base = self.server.rstrip("/") if re.match(r"(https?|wss?)://", self.server) else None
         self._base = self._base and re.sub("^ws", "http", self._base)
         try:
-            self._words = [] if self._base else shlex.split(server)
+            self._words = [] if self._base else shlex.split(self.server)
         except ValueError as error:
-            raise ValueError(f"env.openenv={server}: {error}") from error
-        if not self._base and "{port}" not in server:
+            raise ValueError(f"env.openenv={self.server}: {error}") from error
+        if not self._base and "{port}" not in self.server:
             raise ValueError(
-                f"env.openenv={server} must be a URL, or a command with {{port}}, such as "
+                f"env.openenv={self.server} must be a URL, or a command with {{port}}, such as "
                 "python -m uvicorn game.server:app --port {port}"
             )
-        self._max_turns = max_turns
-        self._max_obs_length = max_obs_length
-        self._scores = scores
-        self._template_kwargs = dict(template_kwargs or {})
-        self._to_action: ToAction = _function(action) if action else action_of
-        self._to_text: ToText = _function(observation) if observation else text_of
-        self._timeout_s, self._session_s, self._start_s = timeout_s, session_s, start_s
-        self._memory_gb = memory_gb
+        self._to_action: ToAction = _function(self.action) if self.action else action_of
+        self._to_text: ToText = _function(self.observation) if self.observation else text_of
         self._stack = AsyncExitStack()
         self._program: OwnProcess | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -239,7 +231,7 @@ class OpenEnv(EnvFactory):
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
-        limits = aiohttp.ClientTimeout(total=self._timeout_s)
+        limits = aiohttp.ClientTimeout(total=self.timeout_s)
         connector = aiohttp.TCPConnector(limit=0)
         self._http = await self._stack.enter_async_context(
             aiohttp.ClientSession(timeout=limits, connector=connector)
@@ -250,8 +242,8 @@ class OpenEnv(EnvFactory):
                 OwnProcess(
                     self._words,
                     self._answers,
-                    start_s=self._start_s,
-                    memory_gb=self._memory_gb,
+                    start_s=self.start_s,
+                    memory_gb=self.memory_gb,
                     fill=self._with_port,
                 )
             )
@@ -279,13 +271,13 @@ class OpenEnv(EnvFactory):
         self, row: Mapping[str, Any], tokenizer: Any, sampling: Any, generate: Generate
     ) -> Played:
         """Play an episode; see `EnvFactory.play`. Raises ToolError, TemplateError."""
-        chat = Chat(tokenizer, (), self._template_kwargs)
+        chat = Chat(tokenizer, (), self.template_kwargs)
 
         def message(text: str) -> dict[str, Any]:
-            text = text[: TOKEN_CHARACTERS * self._max_obs_length]
+            text = text[: TOKEN_CHARACTERS * self.max_obs_length]
             ids = tokenizer.encode(text, add_special_tokens=False)
-            if len(ids) > self._max_obs_length:
-                text = tokenizer.decode(ids[: self._max_obs_length])
+            if len(ids) > self.max_obs_length:
+                text = tokenizer.decode(ids[: self.max_obs_length])
             return {"role": "user", "content": text}
 
         async with AsyncExitStack() as stack:
@@ -295,7 +287,7 @@ class OpenEnv(EnvFactory):
             prompt = chat.encode_messages(chat.render, messages)
             ids, mask, rewards = list(prompt), list[int](), list[float]()
             is_done = False
-            for turn in range(1, self._max_turns + 1):
+            for turn in range(1, self.max_turns + 1):
                 try:
                     answer = await generate(ids, None, ())
                 except ContextFull:
@@ -309,7 +301,7 @@ class OpenEnv(EnvFactory):
                 step = await episode.step(text, False)
                 rewards.append(step.reward)
                 is_done = step.done
-                if is_done or turn == self._max_turns:
+                if is_done or turn == self.max_turns:
                     break
                 told = message(step.obs)
                 after = chat.continuation(ids, messages, [told], "</think>" in text)
@@ -317,7 +309,7 @@ class OpenEnv(EnvFactory):
                 messages += [{"role": "assistant", "content": text}, told]
         if is_done and not episode.is_scored:
             raise EnvironmentFailed(f"{self._url} gave no reward in the whole episode")
-        score = sum(rewards) + episode.reset_reward if self._scores else None
+        score = sum(rewards) + episode.reset_reward if self.scores else None
         return Played(prompt, ids[len(prompt) :], mask, score=score, turn_scores=rewards)
 
     def env(self, extra_info: Mapping[str, Any]) -> "_Episode":
@@ -375,7 +367,7 @@ class OpenEnv(EnvFactory):
     def late(self, what: str) -> EnvironmentTimeout:
         """Return the error for an answer that did not come."""
         return EnvironmentTimeout(
-            f"{self._url} did not answer {what} within env.kwargs.timeout_s={self._timeout_s:g}"
+            f"{self._url} did not answer {what} within env.kwargs.timeout_s={self.timeout_s:g}"
         )
 
 
@@ -447,10 +439,10 @@ class _Episode:
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message. Return observation, reward and done. Raises ToolError, Rejected."""
         server = self._server
-        limit = asyncio.get_running_loop().time() + server._session_s
+        limit = asyncio.get_running_loop().time() + server.session_s
         while True:
             try:
-                async with asyncio.timeout(server._timeout_s):
+                async with asyncio.timeout(server.timeout_s):
                     answer = await self._exchange({"type": kind, "data": data})
             except TimeoutError as error:
                 await server.end_if_it_hangs(self._ended)

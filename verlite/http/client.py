@@ -176,8 +176,6 @@ class Answer(Generic[T]):
     """The result of a call."""
 
     value: T
-    server: Server
-    """The server that gave it."""
     tries: int = 0
     """Attempts that failed before."""
 
@@ -296,7 +294,7 @@ class Client:
                     raise
             else:
                 chosen.failures = 0
-                return Answer(value, chosen, tries)
+                return Answer(value, tries)
             finally:
                 await self._release(chosen)
             if any(other.failures == 0 for other in self.servers):

@@ -22,6 +22,7 @@ from verlite.threads import cores
 
 # Processes that score
 
+MATH = "verlite.rewards.tagged_math:compute_score"
 CHUNK = 8
 """Answers that a process scores before it looks for another request."""
 LOAD_S = 120.0
@@ -43,25 +44,30 @@ class Scoring:
 
     def __init__(
         self,
-        target: str,
+        function: str | None,
+        format_weight: float,
         limit_s: float,
-        processes: int,
+        processes: int | None,
         most_waiting: int,
-        constants: dict[str, Any] | None = None,
         secret_env_vars: Sequence[str] = (),
     ) -> None:
         """Describe the processes. `start` starts them.
 
         Args:
-            target: the function, as `file.py:name` or `package.module:name`.
+            function: the user's, as FILE:NAME; None: mathematics.
+            format_weight: of mathematics: the reward of the format.
             limit_s: seconds of one answer.
-            processes: how many.
+            processes: how many; None: one per core.
             most_waiting: answers that may wait over all requests.
-            constants: keyword arguments that every call gets too.
             secret_env_vars: variables that the processes get although their names look like those
                 of secrets.
         """
-        self._constants = constants or {}
+        self._constants = {"format_weight": format_weight} if function is None else {}
+        place, _, name = (function or MATH).rpartition(":")
+        if not place:
+            place, name = name, "compute_score"
+        target = f"{Path(place).expanduser().absolute() if place.endswith('.py') else place}:{name}"
+        processes = processes or cores()
         names = [*RewardItem("", "", None).arguments(), *self._constants]
         self.limit_s = limit_s
         self.most_waiting = most_waiting
@@ -82,8 +88,12 @@ class Scoring:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="scoring")
 
     def start(self) -> None:
-        """Load the function in one process. Raises FunctionError."""
-        self._pools[0].start(LOAD_S)
+        """Load the function in one process. Raises FunctionError, after `close`."""
+        try:
+            self._pools[0].start(LOAD_S)
+        except FunctionError:
+            self.close()
+            raise
 
     @property
     def takes_lists(self) -> bool:
@@ -151,7 +161,6 @@ class Scoring:
             self._turns.release()
 
 
-MATH = "verlite.rewards.tagged_math:compute_score"
 EXAMPLE = '{"query": ["..."], "prompts": ["..."], "labels": ["..."]}'
 MAX_ERROR = 200
 """Characters of an error message in an answer."""
@@ -167,36 +176,6 @@ class Asked:
     """As in the data set, or after the chat template. "" if the request has none."""
     label: Any
     """Ground truth. "" or None: the data set has it."""
-
-
-def scoring(
-    function: str | None,
-    format_weight: float,
-    item_timeout_s: float,
-    processes: int | None,
-    max_waiting: int,
-    secret_env_vars: Sequence[str] = (),
-) -> Scoring:
-    """Return started processes that score mathematics, or with the user's FILE:NAME.
-
-    Raises:
-        FunctionError: the function cannot be loaded.
-    """
-    constants = None
-    if function is None:
-        function, constants = MATH, {"format_weight": format_weight}
-    place, _, name = function.rpartition(":")
-    if not place:
-        place, name = name, "compute_score"
-    target = f"{Path(place).expanduser().absolute() if place.endswith('.py') else place}:{name}"
-    processes = processes or cores()
-    scorer = Scoring(target, item_timeout_s, processes, max_waiting, constants, secret_env_vars)
-    try:
-        scorer.start()
-    except FunctionError:
-        scorer.close()
-        raise
-    return scorer
 
 
 def make_app(
