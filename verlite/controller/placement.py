@@ -127,7 +127,7 @@ def reserve(
     if kind == "cuda":
         if not cluster.local:  # on this machine a rule has checked it
             _check_torch(group, chosen_nodes, devices_per_node)
-        if _any_rank_has_several(ranks):
+        if any(len(devices) > 1 for role in ranks.values() for devices in role):
             gpu_ids = _in_bundles(group, range(nodes * devices_per_node), _gpu_id)
     devices = _devices(chosen_nodes, devices_per_node, gpu_ids, env_vars or {}, python or {})
     return Placement(cluster, kind, devices, ranks, group)
@@ -144,10 +144,6 @@ def _normalized(roles: Mapping[str, Sequence[int] | Sequence[Sequence[int]]]) ->
     for role, wanted in roles.items():
         ranks[role] = tuple((rank,) if isinstance(rank, int) else tuple(rank) for rank in wanted)
     return ranks
-
-
-def _any_rank_has_several(ranks: Ranks) -> bool:
-    return any(len(devices) > 1 for role in ranks.values() for devices in role)
 
 
 def _check(ranks: Ranks, nodes: int, devices_per_node: int) -> None:
@@ -384,9 +380,7 @@ def _check_torch(group: Any, chosen_nodes: Sequence[dict[str, Any]], devices_per
 
 
 def _gpu_id() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+    return ray_internals.assigned_gpus()[0]
 
 
 def _in_bundles(group: Any, bundles: Iterable[int], function: Callable[[], str]) -> list[str]:

@@ -225,6 +225,20 @@ def reload_environment() -> None:
 
 
 @contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of a class or module of Ray's until the context ends. Those that a version
+    of Ray does not have are left out."""
+    originals = {name: getattr(owner, name) for name in values if hasattr(owner, name)}
+    try:
+        for name in originals:
+            setattr(owner, name, values[name])
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+@contextmanager
 def lean_head() -> Iterator[None]:
     """Start a head node without the autoscaler, the log monitor and the dashboard.
 
@@ -240,26 +254,15 @@ def lean_head() -> Iterator[None]:
     def start_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
         return None
 
-    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Node, "start_monitor", start_nothing),
-        (Node, "start_log_monitor", start_nothing),
-        (Node, "start_api_server", start_nothing),
-    ]
+    servers = ("start_monitor", "start_log_monitor", "start_api_server")
+    checks: dict[str, Any] = {}
     # With this the node's agent starts without servers, and the driver does not import the
     # dashboard. Versions without persist_port would print a warning about it.
     if hasattr(_raylet, "persist_port"):
         no_dashboard = ImportError("the dashboard is not used")
-        replacements.append((utils, "get_dashboard_dependency_error", lambda: no_dashboard))
-    originals = []
-    try:
-        for owner, name, replacement in replacements:
-            if hasattr(owner, name):
-                originals.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, replacement)
+        checks["get_dashboard_dependency_error"] = lambda: no_dashboard
+    with _replaced(Node, **dict.fromkeys(servers, start_nothing)), _replaced(utils, **checks):
         yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
 
 
 @contextmanager
@@ -271,12 +274,10 @@ def keep_signal_handlers() -> Iterator[None]:
     """
     from ray._private import utils
 
-    original = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
     try:
-        yield
+        with _replaced(utils, set_sigterm_handler=lambda handler: None):
+            yield
     finally:
-        utils.set_sigterm_handler = original
         restore_sigterm()
         if threading.current_thread() is threading.main_thread():
             signal.alarm(0)
@@ -360,12 +361,8 @@ def forked_workers(modules: Sequence[str]) -> Iterator[None]:
         finally:
             del os.environ[worker_fork.SETTINGS]
 
-    untyped_node: Any = Node
-    untyped_node.start_raylet = start_with_forks
-    try:
+    with _replaced(Node, start_raylet=start_with_forks):
         yield
-    finally:
-        untyped_node.start_raylet = start_raylet
 
 
 def give_raylet_the_agents_port(port: int) -> None:

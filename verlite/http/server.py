@@ -142,6 +142,22 @@ async def read_body(request: Request, limit: int, remedy: str = "send less at a 
     return bytes(body)
 
 
+def one_of(body: Mapping[str, Any], names: tuple[str, str], remedy: str) -> str:
+    """Return which of a field's two names the body has.
+
+    remedy: what to do if it has neither.
+
+    Raises:
+        HTTPException: status 422: it has both or neither.
+    """
+    given = [name for name in names if body.get(name) is not None]
+    if not given:
+        raise wrong(f"the body has no {names[0]}; {remedy}")
+    if len(given) > 1:
+        raise wrong(f"the body has both {names[0]} and {names[1]}; keep one")
+    return given[0]
+
+
 def parse_object(body: bytes, example: str) -> dict[str, Any]:
     """Return a body that is a JSON object; `example` shows one in the error message.
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from verlite.http.desk import Desk
-from verlite.http.server import LOG, application, parse_object, read_body, wrong
+from verlite.http.server import LOG, application, one_of, parse_object, read_body, wrong
 from verlite.services.index import Corpus, Hit, Index, Track
 from verlite.terminal import console
 
@@ -89,14 +89,8 @@ def parse(body: bytes, topk: int, max_queries: int) -> Queries:
         HTTPException: status 422, with a sentence that names the field.
     """
     value = parse_object(body, '{"queries": ["..."], "topk": 3}')
-    given = [name for name in ("queries", "query") if value.get(name) is not None]
-    if len(given) != 1:
-        raise wrong(
-            "the body has both queries and query; keep one"
-            if given
-            else "the body has no queries; give a list of texts"
-        )
-    queries = value["queries"] if given == ["queries"] else [value["query"]]
+    is_list = one_of(value, ("queries", "query"), "give a list of texts") == "queries"
+    queries = value["queries"] if is_list else [value["query"]]
     if not isinstance(queries, list):
         raise wrong(f"queries is a {type(queries).__name__}, expected a list of texts")
     if len(queries) > max_queries:
@@ -104,7 +98,7 @@ def parse(body: bytes, topk: int, max_queries: int) -> Queries:
             f"queries has {len(queries)} entries, at most {max_queries} may be asked at a time"
         )
     for place, query in enumerate(queries):
-        name = f"queries[{place}]" if given == ["queries"] else "query"
+        name = f"queries[{place}]" if is_list else "query"
         if not isinstance(query, str):
             raise wrong(f"{name} is a {type(query).__name__}, expected text")
         if len(query) > MAX_QUERY:

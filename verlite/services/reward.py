@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 
-from verlite.http.server import GONE, application, parse_object, read_body, wrong
+from verlite.http.server import GONE, application, one_of, parse_object, read_body, wrong
 from verlite.rewards.pool import Pool
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult, failure
@@ -246,29 +246,23 @@ def parse(body: bytes, max_answers: int) -> list[Asked]:
         HTTPException: status 422, with a sentence that names the field.
     """
     value = parse_object(body, EXAMPLE)
-    given = [name for name in ("query", "queries") if value.get(name) is not None]
-    if len(given) != 1:
-        raise wrong(
-            "the body has both query and queries; keep one"
-            if given
-            else f"the body has no query; an example is {EXAMPLE}"
-        )
-    queries = _texts(value[given[0]], given[0])
+    given = one_of(value, ("query", "queries"), f"an example is {EXAMPLE}")
+    queries = _texts(value[given], given)
     if len(queries) > max_answers:
         raise wrong(
-            f"{given[0]} has {len(queries)} entries, at most {max_answers} may be sent at a time"
+            f"{given} has {len(queries)} entries, at most {max_answers} may be sent at a time"
         )
     columns = {}
     for name in ("prompts", "labels"):
         column = value.get(name)
         if column is None:
             column = [None] * len(queries)
-        elif isinstance(column, str) and isinstance(value[given[0]], str):
+        elif isinstance(column, str) and isinstance(value[given], str):
             column = [column]
         if not isinstance(column, list):
             raise wrong(f"{name} is a {type(column).__name__}, expected a list")
         if len(column) != len(queries):
-            raise wrong(f"{name} has {len(column)} entries and {given[0]} has {len(queries)}")
+            raise wrong(f"{name} has {len(column)} entries and {given} has {len(queries)}")
         columns[name] = column
     return [Asked(*row) for row in zip(queries, columns["prompts"], columns["labels"], strict=True)]
 
