@@ -52,7 +52,7 @@ def test_csv_is_text(tmp_path: Path) -> None:
         ("a.jsonl", b'{"q": 1}\n{"q": \n', "line 2"),
         ("a.jsonl", b"[1]\n", "line 1 is a list, not an object"),
         ("a.jsonl", b'{"q": 1}\n{"q": "x"}\n', "column 'q' has values of different types"),
-        ("a.json", b'{"q": 1}', "a dict, not a list"),
+        ("a.json", b'{"q": 1}', "an object, not a list"),
         ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.json", b'[{"q": 99999999999999999999999999}]', "column 'q'"),
         ("a.parquet", b"PAR1 not", "cannot be read as parquet"),

@@ -140,6 +140,16 @@ def parse_json(content: bytes) -> Any:
         raise ValueError("the JSON is nested too deeply") from error
 
 
+_KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a truth value"}
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value is in the words of JSON, for messages; another one by its class."""
+    if type(value) in (int, float):
+        return "a number"
+    return _KINDS.get(type(value), f"of the class {type(value).__name__}")
+
+
 def parse_foreign_json(
     content: bytes | bytearray, values: int = JSON_VALUES, depth: int = JSON_DEPTH
 ) -> Any:

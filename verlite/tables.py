@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verlite.files import one_line, parse_json, read_bytes
+from verlite.files import kind_of, one_line, parse_json, read_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -163,8 +163,8 @@ def located_rows(path: Path, single: bool = False) -> Iterator[tuple[str, dict[s
             raise TableError(f"is a parquet file: name it {path.stem}.parquet")
         for place, value in _values(kind, content, single):
             if not isinstance(value, dict):
-                found = type(value).__name__
-                raise TableError(f"cannot be read as {kind}: {place} is a {found}, not an object")
+                found = kind_of(value)
+                raise TableError(f"cannot be read as {kind}: {place} is {found}, not an object")
             yield place, value
     except TableError:
         raise
@@ -186,7 +186,7 @@ def _values(kind: str, content: bytes, single: bool) -> Iterator[tuple[str, Any]
     if single and isinstance(values, dict):
         values = [values]
     if not isinstance(values, list):
-        raise TableError(f"cannot be read as json: a {type(values).__name__}, not a list")
+        raise TableError(f"cannot be read as json: {kind_of(values)}, not a list")
     yield from ((f"row {number}", value) for number, value in enumerate(values))
 
 

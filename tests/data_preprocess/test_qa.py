@@ -237,7 +237,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "hotpotqa/train.json",
         '[{"question": "who", "answer": "I"},\n3]',
-        "train.json cannot be read as json: row 1 is a int, not an object",
+        "train.json cannot be read as json: row 1 is a number, not an object",
     ),
     (
         "hotpotqa/train.json",

@@ -293,8 +293,8 @@ def test_failed_search_returns_500_and_the_service_continues(path: Path) -> None
         ({}, "the body has no queries; give a list of texts"),
         ({"queries": None}, "the body has no queries; give a list of texts"),
         ({"queries": ["a"], "query": "a"}, "the body has both queries and query; keep one"),
-        ({"queries": "amber"}, "queries is a str, expected a list of texts"),
-        ({"queries": ["a", 5]}, "queries[1] is a int, expected text"),
+        ({"queries": "amber"}, "queries is text, expected a list of texts"),
+        ({"queries": ["a", 5]}, "queries[1] is a number, expected text"),
         ({"query": ["a"]}, "query is a list, expected text"),
         (
             {"queries": ["a"] * 1025},

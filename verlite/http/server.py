@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from verlite.files import parse_foreign_json
+from verlite.files import kind_of, parse_foreign_json
 
 Explain = Callable[[str, str, int], dict[str, Any]]
 
@@ -169,7 +169,7 @@ def parse_object(body: bytes, example: str) -> dict[str, Any]:
     except ValueError as error:
         raise wrong(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise wrong(f"the body is a {type(value).__name__}, expected an object such as {example}")
+        raise wrong(f"the body is {kind_of(value)}, expected an object such as {example}")
     return value
 
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
-from verlite.files import replace_file
+from verlite.files import kind_of, replace_file
 from verlite.http.server import ServiceError
 
 # The corpus: a .jsonl file on disk and the position of each passage in it
@@ -112,7 +112,7 @@ def make_passage(line: bytes, row: int) -> dict[str, str]:
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__}, expected an object")
+        raise ValueError(f"{kind_of(value)}, expected an object")
     identity = value.get("id")
     if identity is None:
         identity = row

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from verlite.files import kind_of
 from verlite.http.desk import Desk
 from verlite.http.server import LOG, application, one_of, parse_object, read_body, wrong
 from verlite.services.index import Corpus, Hit, Index, Track
@@ -92,7 +93,7 @@ def parse(body: bytes, topk: int, max_queries: int) -> Queries:
     is_list = one_of(value, ("queries", "query"), "give a list of texts") == "queries"
     queries = value["queries"] if is_list else [value["query"]]
     if not isinstance(queries, list):
-        raise wrong(f"queries is a {type(queries).__name__}, expected a list of texts")
+        raise wrong(f"queries is {kind_of(queries)}, expected a list of texts")
     if len(queries) > max_queries:
         raise wrong(
             f"queries has {len(queries)} entries, at most {max_queries} may be asked at a time"
@@ -100,7 +101,7 @@ def parse(body: bytes, topk: int, max_queries: int) -> Queries:
     for place, query in enumerate(queries):
         name = f"queries[{place}]" if is_list else "query"
         if not isinstance(query, str):
-            raise wrong(f"{name} is a {type(query).__name__}, expected text")
+            raise wrong(f"{name} is {kind_of(query)}, expected text")
         if len(query) > MAX_QUERY:
             raise wrong(f"{name} has {len(query)} characters, at most {MAX_QUERY} are allowed")
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 
+from verlite.files import kind_of
 from verlite.http.server import GONE, application, one_of, parse_object, read_body, wrong
 from verlite.rewards.pool import Pool
 from verlite.rewards.process import FunctionError
@@ -260,7 +261,7 @@ def parse(body: bytes, max_answers: int) -> list[Asked]:
         elif isinstance(column, str) and isinstance(value[given], str):
             column = [column]
         if not isinstance(column, list):
-            raise wrong(f"{name} is a {type(column).__name__}, expected a list")
+            raise wrong(f"{name} is {kind_of(column)}, expected a list")
         if len(column) != len(queries):
             raise wrong(f"{name} has {len(column)} entries and {given} has {len(queries)}")
         columns[name] = column
@@ -270,10 +271,10 @@ def parse(body: bytes, max_answers: int) -> list[Asked]:
 def _texts(value: Any, name: str) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        raise wrong(f"{name} is a {type(value).__name__}, expected a list of texts")
+        raise wrong(f"{name} is {kind_of(value)}, expected a list of texts")
     for place, text in enumerate(texts):
         if not isinstance(text, str):
-            raise wrong(f"{name}[{place}] is a {type(text).__name__}, expected text")
+            raise wrong(f"{name}[{place}] is {kind_of(text)}, expected text")
     return texts
 
 

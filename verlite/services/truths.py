@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verlite.files import kind_of
 from verlite.http.server import ServiceError
 from verlite.tables import TableError, located_rows
 
@@ -100,7 +101,7 @@ def read_truths(
                 )
             if isinstance(truth, bool) or not isinstance(truth, str | int | float):
                 raise ServiceError(
-                    f"{where}: the ground truth is a {type(truth).__name__}, expected text or a "
+                    f"{where}: the ground truth is {kind_of(truth)}, expected text or a "
                     "number; name another column with --answer_key"
                 )
             key, text = _key(question(row[input_key], template)), str(truth).strip()
