@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 from verlite.gateway.forks import Forks
@@ -31,35 +32,30 @@ UNASKED = (
 """Remedy of a program that failed without an answer of the model."""
 
 
+@dataclass(eq=False)
 class Agents:
     """Programs that run at the same time, between `async with` and its end, and their gateway."""
 
-    def __init__(
-        self,
-        spec: AgentSpec,
-        engine: Engine,
-        longest: int,
-        template_kwargs: Mapping[str, Any],
-        folder: str | None = None,
-    ) -> None:
-        """Prepare; nothing is started yet.
+    spec: AgentSpec
+    """The program and its limits."""
+    engine: Engine
+    """The model."""
+    longest: int
+    """Tokens of a context with its answer, at most."""
+    template_kwargs: Mapping[str, Any]
+    """data.apply_chat_template_kwargs."""
+    folder: str | None = None
+    """Working directory of the programs."""
 
-        Args:
-            spec: the program and its limits.
-            engine: the model.
-            longest: tokens of a context with its answer, at most.
-            template_kwargs: data.apply_chat_template_kwargs.
-            folder: working directory of the programs.
-        """
-        self._spec = spec
-        self._folder = folder
-        self._gateway = Gateway(engine, longest, template_kwargs)
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self._gateway = Gateway(self.engine, self.longest, self.template_kwargs)
         self.environment: Verifiers | None = None
         if spec.verifiers is not None:
-            self.environment = Verifiers(spec, engine.tokenizer.name_or_path, folder)
+            self.environment = Verifiers(spec, self.engine.tokenizer.name_or_path, self.folder)
         self._forks: Forks | None = None
         if spec.preload and spec.command is not None:
-            self._forks = Forks(spec, folder)
+            self._forks = Forks(spec, self.folder)
         self._places = asyncio.Semaphore(spec.max_processes)
         self._addresses: deque[tuple[float, tuple[str, str]]] = deque()
         """Of sessions that were closed, and when, oldest first. verifiers keeps a client for each
@@ -108,7 +104,7 @@ class Agents:
                 error = caught
             finally:
                 self._gateway.close(session)
-        trajectory = as_trajectory(session, task.prompt_ids, self._spec.credit)
+        trajectory = as_trajectory(session, task.prompt_ids, self.spec.credit)
         trajectory.log = clean(log.decode(errors="replace"))
         trajectory.tool_seconds = max(0.0, time.monotonic() - began - trajectory.gen_seconds)
         needs_remedy = self.environment is None and not getattr(error, "remedy", "")
@@ -133,7 +129,7 @@ class Agents:
             if not program.done():
                 program.cancel()
                 await asyncio.wait((program,))
-        if self._spec.reward != "program":
+        if self.spec.reward != "program":
             return None
         return score_of(result) if isinstance(result, str) else result_of(result)
 
@@ -143,8 +139,8 @@ class Agents:
         """Return the last line of the program, or score and parts of the environment."""
         if self.environment is not None:
             return await self.environment.run(task.row, session, log)
-        place = session.base_url, session.token, self._folder
-        return await run(self._spec, task.row, *place, log, self._forks)
+        place = session.base_url, session.token, self.folder
+        return await run(self.spec, task.row, *place, log, self._forks)
 
 
 def as_trajectory(session: OpenSession, prompt_ids: list[int], credit: str = "graph") -> Trajectory:

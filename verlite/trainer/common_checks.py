@@ -215,16 +215,12 @@ def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
         for key in now
         if key in saved and saved[key] != now[key]
     }
-    moved = [
-        f"{line}; the contents are the same"
-        for key, line in differing.items()
-        if _has_same_contents(CONTENT_OF.get(key), now, saved)
-    ]
-    changed = [
-        f"  {line}"
-        for key, line in differing.items()
-        if not _has_same_contents(CONTENT_OF.get(key), now, saved)
-    ]
+    moved, changed = [], []
+    for key, line in differing.items():
+        if _has_same_contents(CONTENT_OF.get(key), now, saved):
+            moved.append(f"{line}; the contents are the same")
+        else:
+            changed.append(f"  {line}")
     if changed:
         raise RunRefused(
             "these settings differ from the checkpoint's:\n"

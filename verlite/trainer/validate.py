@@ -147,11 +147,9 @@ def _requests(run: Run, val_data: PromptDataset) -> list[DataProto]:
     chunk_size = (data.val_batch_size or len(val_data)) * val.n
     chunks = []
     for start in range(0, len(rows), chunk_size):
-        chunk = rows[start : start + chunk_size]
-        chunk_samplings = samplings[start : start + chunk_size]
-        prompts = [row for _, row in chunk]
-        uids = [uid for uid, _ in chunk]
-        chunks.append(requests(prompts, uids, chunk_samplings))
+        part = slice(start, start + chunk_size)
+        uids, prompts = map(list, zip(*rows[part], strict=True))
+        chunks.append(requests(prompts, uids, samplings[part]))
     return chunks
 
 
