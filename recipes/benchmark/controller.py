@@ -10,7 +10,8 @@ log-normal: half are below an eighth of the longest.
 
 The driver's cost of a call to 1,000 ranks is measured with 1,000 ranks that are few processes: each
 process answers for many ranks. So the driver sends, receives and joins as much as with 1,000
-processes, but the time of the call itself has no meaning.
+processes, but the time of the call itself has no meaning. The same messages without verlite, in
+turns, are Ray's part of it.
 
 Workers import what an actor of a run imports. They are forks of one process, as in a run on a
 machine without GPUs. --new-processes 16 starts 16 of them as forks, and then 16 as processes of
@@ -28,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +39,7 @@ from machine import seconds
 from report import keep, read
 
 from verlite.controller.cluster import Cluster, connect
-from verlite.controller.dispatch import register
+from verlite.controller.dispatch import register, split_rows
 from verlite.controller.placement import reserve
 from verlite.controller.worker import Worker
 from verlite.controller.worker_group import WorkerGroup, group, ready, spawn
@@ -225,6 +227,8 @@ def many_ranks(workers: WorkerGroup, ranks: int) -> WorkerGroup:
 
 def measure_ranks(cluster: Cluster, processes: int, ranks: int, longest: int) -> dict[str, Any]:
     """Measure the driver's CPU time of the calls to `ranks` ranks, one row of a batch for each."""
+    import ray
+
     idle, _ = start(cluster, processes)
     many = many_ranks(group(idle), ranks)
     wanted = asked(lengths(ranks, longest))
@@ -235,12 +239,25 @@ def measure_ranks(cluster: Cluster, processes: int, ranks: int, longest: int) ->
         "make": lambda: many.submit("make", wanted).result(),
         "take": lambda: many.submit("take", batch).result(),
     }
+    parts = {"nothing": [()] * ranks}
+    parts |= {
+        n: [(p,) for p in split_rows(b, ranks)] for n, b in (("make", wanted), ("take", batch))
+    }
+
+    def plain(name: str) -> object:
+        """Ray's own cost of the same messages."""
+        sent = zip(many.workers, parts[name], strict=True)
+        return ray.get([worker.actor.call.remote(name, *part) for worker, part in sent])
+
     found: dict[str, Any] = {"ranks": ranks, "processes": processes}
     for name, call in calls.items():
-        found[f"{name}_driver_cpu_ms"] = 1e3 * min(driver_cpu(call) for _ in range(3))
-    found["driver_cpu_ms_per_step"] = sum(
-        count * found[f"{name}_driver_cpu_ms"] for name, count in CALLS.items()
-    )
+        took = [(driver_cpu(call), driver_cpu(partial(plain, name))) for _ in range(5)]
+        own, of_ray = (1e3 * statistics.median(times) for times in zip(*took, strict=True))
+        found |= {f"{name}_driver_cpu_ms": own, f"{name}_ray_cpu_ms": of_ray}
+    for who in ("driver", "ray"):
+        found[f"{who}_cpu_ms_per_step"] = sum(
+            count * found[f"{name}_{who}_cpu_ms"] for name, count in CALLS.items()
+        )
     found["driver_bytes_now"] = psutil.Process().memory_info().rss
     stop(cluster)
     return found

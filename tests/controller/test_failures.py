@@ -57,7 +57,7 @@ def call(how: str) -> Failed:
     actor.spec = SimpleNamespace(stops_at_failures=False)
     actor.worker = Light.__new__(Light)
     actor.worker.rank = 0
-    result = actor.call("fail", ["how"], 0, how)
+    result = actor.call("fail how", 0, how)
     assert isinstance(result, Failed)
     return result
 
@@ -89,7 +89,7 @@ def test_exception_in_a_worker_becomes_a_value(how, kind, type_name, message, is
 def test_call_before_construction_is_a_consequence():
     actor = WorkerActor.__new__(WorkerActor)
     actor.worker = None
-    found = cause_of_exception(handle(0), "update", actor.call("update", []))
+    found = cause_of_exception(handle(0), "update", actor.call("update"))
     assert found.type_name == "WorkerNotBuilt"
     assert found.is_consequence
 
@@ -276,6 +276,13 @@ def test_a_call_over_its_limit_is_looked_at_once_more(monkeypatch, end):
         supervisor.settle([first])
         assert killed == ([first, idle] if end == "a dead engine" else [first])
     assert waits[0] > 0 == waits[1]  # calls that waited for the first engine have time to fail
+
+
+def test_a_call_exceeds_its_limit_only_later_than_that():
+    call = supervise.Future(supervise.Supervisor(60), "actor", "update", {"ref": handle(0)}, list)
+    assert not call.exceeds(5.0)
+    call.started -= 10.0
+    assert call.exceeds(5.0) and not call.exceeds(1000.0)
 
 
 def test_a_rank_that_failed_because_of_a_death_repeats_its_part(monkeypatch):

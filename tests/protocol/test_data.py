@@ -320,9 +320,11 @@ def every_dtype() -> DataProto:
 
 
 def test_pickle_moves_tensors_out_of_band_and_bit_for_bit():
+    """All but numbers per row, which cost less as bytes."""
     data, buffers = every_dtype(), []
     payload = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-    assert len(payload) < 3000 and sum(len(buffer.raw()) for buffer in buffers) == data.nbytes
+    larger = sum(tensor.nbytes for tensor in data.tensors().values() if tensor.ndim > 1)
+    assert len(payload) < 3000 and sum(len(buffer.raw()) for buffer in buffers) == larger
     with warnings.catch_warnings():
         warnings.simplefilter(
             "error"

@@ -50,7 +50,6 @@ class Cluster:
         debugger, stops_at_failures: see `connect`.
         heartbeats: receives those of the workers.
         reserved: Ray placement groups to remove at exit.
-        sent_bytes, received_bytes: size of the batches that passed through the driver.
         environment: variables that workers on a joined cluster get. Those of a local cluster
             inherit the driver's.
         py_executable: command that starts the workers' Python; None: the nodes' own.
@@ -65,8 +64,6 @@ class Cluster:
     stops_at_failures: bool = False
     heartbeats: Receiver | None = None
     reserved: list[Any] = field(default_factory=list)
-    sent_bytes: int = 0
-    received_bytes: int = 0
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     py_executable: str | None = None
     _guardian: "subprocess.Popen[bytes] | None" = None

@@ -96,7 +96,8 @@ class Future(Generic[T]):
 
     def exceeds(self, limit_s: float) -> bool:
         """Return whether ranks have made no progress for longer than the limit."""
-        return bool(still_ranks(self.facts(), limit_s))
+        elapsed_s = time.monotonic() - self.started
+        return elapsed_s > limit_s and bool(still_ranks(self.facts(), limit_s))
 
     def send_missing(self) -> None:
         """Send the call again to the ranks that have died, also to those that had answered: what
@@ -296,7 +297,7 @@ class Supervisor:
         answering = {owners[ref] for ref in ready}
         same = [ref for ref in rest if owners[ref] in answering]
         others = [ref for ref in rest if owners[ref] not in answering]
-        for refs, wait_s in ((same, min(timeout_s, limits.GATHER_S * len(same))), (others, 0.0)):
+        for refs, wait_s in ((same, min(timeout_s, limits.GATHER_S)), (others, 0.0)):
             if ready and refs:
                 ready += ray.wait(refs, num_returns=len(refs), timeout=wait_s)[0]
         causes = []

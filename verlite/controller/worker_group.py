@@ -137,13 +137,13 @@ class WorkerGroup:
         """
         dispatch = dispatch_of(self.worker_class, method)
         ranks = len(self.workers)
-        assemble: Callable[[list[Any]], Any] = self._count_received
+        assemble: Callable[[list[Any]], Any] = list
         pieces: list[list[Any]] = [[] for _ in range(ranks)]
         if dispatch == "rank_zero":
             ranks = 1
 
             def assemble(values: list[Any]) -> Any:
-                return self._count_received(values)[0]
+                return values[0]
 
         elif dispatch == "split":
             if not args or not isinstance(args[0], DataProto):
@@ -153,16 +153,17 @@ class WorkerGroup:
                 )
             data = args[0]
             args = args[1:]
-            pieces = [[piece] for piece in self._store(split_rows(data, ranks))]
+            pieces = [[piece] for piece in _put_large(split_rows(data, ranks))]
 
             def assemble(values: list[Any]) -> Any:
-                return join_rows(self._count_received(values), data)
+                return join_rows(values, data)
 
-        common = self._store([*args, *kwargs.values()], copies=ranks)
+        common = _put_large([*args, *kwargs.values()])
+        called = " ".join((method, *kwargs))
 
         def send(rank: int) -> tuple[Any, WorkerHandle]:
             worker = self.workers[rank]
-            return worker.actor.call.remote(method, list(kwargs), *pieces[rank], *common), worker
+            return worker.actor.call.remote(called, *pieces[rank], *common), worker
 
         pending = dict(send(rank) for rank in range(ranks))
         sent = {worker.rank: worker for worker in pending.values()}
@@ -170,25 +171,20 @@ class WorkerGroup:
             Future(self.supervisor, self.role, method, pending, assemble, send, sent)
         )
 
-    def _store(self, values: list[Any], copies: int = 1) -> list[Any]:
-        """Put large batches into the object store, in parallel; return other values unchanged."""
-        import ray
 
-        sizes = [value.nbytes if isinstance(value, DataProto) else 0 for value in values]
-        large = [i for i, size in enumerate(sizes) if size > INLINE_BYTES]
-        for size in sizes:
-            self.cluster.sent_bytes += size if size > INLINE_BYTES else copies * size
-        with ThreadPoolExecutor(max(1, min(len(large), cores()))) as pool:
-            refs = pool.map(ray.put, [values[i] for i in large])
-            stored = dict(zip(large, refs, strict=True))
-        return [stored.get(i, value) for i, value in enumerate(values)]
+def _put_large(values: list[Any]) -> list[Any]:
+    """Put large batches into the object store, in parallel; return other values unchanged."""
+    import ray
 
-    def _count_received(self, values: list[Any]) -> list[Any]:
-        """Add the size of the batches to the cluster's count; return the values."""
-        for value in values:
-            if isinstance(value, DataProto):
-                self.cluster.received_bytes += value.nbytes
+    def is_large(value: Any) -> bool:
+        return isinstance(value, DataProto) and value.nbytes > INLINE_BYTES
+
+    large = [i for i, value in enumerate(values) if is_large(value)]
+    if not large:
         return values
+    with ThreadPoolExecutor(min(len(large), cores())) as pool:
+        refs = dict(zip(large, pool.map(ray.put, [values[i] for i in large]), strict=True))
+    return [refs.get(i, value) for i, value in enumerate(values)]
 
 
 class _Method:

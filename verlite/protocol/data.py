@@ -257,20 +257,23 @@ class DataProto(VerlVerbs):
         """Return the state for pickle: tensors as numpy arrays.
 
         Pickle protocol 5, which Ray uses, moves arrays without copies. torch's own pickling copies,
-        and sends the whole storage behind a view of a few rows. Numbers per row are joined into an
-        array per dtype, because each array costs more time than a rank's rows of it.
+        and sends the whole storage behind a view of a few rows. Numbers per row are joined into
+        bytes per dtype, because each array costs more time than a rank's rows of it.
         """
         tensors = self.tensors()
         names: dict[torch.dtype, list[str]] = {dtype: [] for dtype in _JOINED}
         for name, tensor in tensors.items():
             if tensor.ndim == 1 and tensor.dtype in names and tensor.device.type == "cpu":
                 names[tensor.dtype].append(name)
-        joined = [own for own in names.values() if own]
-        in_one = {name for own in joined for name in own}
+        in_one = {name for own in names.values() for name in own}
         return {
             "rows": len(self),
             "names": list(tensors),
-            "joined": [(own, _to_numpy(torch.stack([tensors[n] for n in own]))) for own in joined],
+            "joined": [
+                (own, _JOINED[dtype], b"".join(tensors[n].detach().numpy().tobytes() for n in own))
+                for dtype, own in names.items()
+                if own
+            ],
             "tensors": {n: _to_numpy(t) for n, t in tensors.items() if n not in in_one},
             "non_tensor_batch": {n: _by_field(c) for n, c in self.non_tensor_batch.items()},
             "meta_info": self.meta_info,
@@ -278,8 +281,9 @@ class DataProto(VerlVerbs):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         found = {name: _from_numpy(*array) for name, array in state["tensors"].items()}
-        for names, array in state["joined"]:
-            found |= zip(names, _from_numpy(*array).unbind(), strict=True)
+        for names, dtype, values in state["joined"]:
+            array = np.frombuffer(values, dtype).reshape(len(names), state["rows"])
+            found |= zip(names, _from_numpy(array, None).unbind(), strict=True)
         tensors = {name: found[name] for name in state["names"]}
         object.__setattr__(self, "batch", _tensordict(tensors, state["rows"]))
         columns = {name: _by_row(column) for name, column in state["non_tensor_batch"].items()}
@@ -425,7 +429,8 @@ def _by_row(column: list[Any] | tuple[Any, list[tuple[Any, ...]]]) -> np.ndarray
     return object_array(column)
 
 
-_JOINED = (torch.int64, torch.float32, torch.float64, torch.bool)
+_JOINED = {torch.int64: "i8", torch.float32: "f4", torch.float64: "f8", torch.bool: "?"}
+"""numpy's names of the dtypes of numbers per row."""
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer types by size. They carry bfloat16 and float8, which numpy does not have."""
 
