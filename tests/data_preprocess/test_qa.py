@@ -325,7 +325,7 @@ def test_only_needed_splits_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_
         asked.extend(patterns)
         return hub
 
-    monkeypatch.setattr(qa, "download", download)
+    monkeypatch.setattr(qa.preprocess, "download", download)
     assert len(qa.merge({"train": ["nq"], "test": ["popqa", "musique"]}, None)["test"]) == 2
     assert asked == [
         "nq/train.jsonl",

@@ -260,8 +260,6 @@ def data(
 
     The columns that are not named go to extra_info, where a reward function can use them.
     """
-    import json
-
     from verlite.data.dataset import DataError, find_file
     from verlite.data.preprocess import Columns, print_written, read_rows, statistics, write_parquet
     from verlite.data.preprocess import hold_out as split

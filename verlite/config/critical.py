@@ -6,15 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verlite.config.plan import (
-    TEACHER,
-    computes_teacher,
-    env_name,
-    files_of,
-    max_turns,
-    program,
-    program_code,
-)
+from verlite.config import plan
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.config.sft import TuningConfig
 from verlite.hub import HubError, local_file
@@ -50,7 +42,7 @@ CONTENT_OF = {
     **{f"model.{key}": name for key, name in FOLDERS.items()},
     "data.train_files": CONTENT,
     "env.kwargs": TOOLS_CONTENT,
-    f"{TEACHER}model_path": TEACHER_CONTENT,
+    f"{plan.TEACHER}model_path": TEACHER_CONTENT,
 }
 """Keys whose paths may change if the contents under them do not."""
 TOKENIZER_FILES = (
@@ -84,7 +76,7 @@ def contents(files: Any) -> list[str]:
 
     A file that cannot be read has "".
     """
-    return [_digest(name) for name in files_of(files)]
+    return [_digest(name) for name in plan.files_of(files)]
 
 
 def model_settings(model: ModelConfig, section: str) -> dict[str, Any]:
@@ -131,9 +123,9 @@ def code_contents(config: Config) -> dict[str, str]:
         "data.custom_cls.path": config.data.custom_cls.path,
         "data.sampler.class_path": config.data.sampler.class_path,
     }
-    if max_turns(config) and env_name(config) not in ENV_FACTORIES:
+    if plan.max_turns(config) and plan.env_name(config) not in ENV_FACTORIES:
         places["env.name"] = config.env.name.partition(":")[0]
-    places["agent.command"] = program_code(config)
+    places["agent.command"] = plan.program_code(config)
     written = Path(config.trainer.default_local_dir) / CODE
     found = {}
     for key, place in places.items():
@@ -170,11 +162,11 @@ def _digest(name: str, samples: bool = False) -> str:
 def _environment(config: Config) -> dict[str, Any]:
     """Return the settings of a multi-turn run's environment."""
     settings = {
-        "env.name": env_name(config),
+        "env.name": plan.env_name(config),
         "env.kwargs": config.env.kwargs,
         **{f"data.{name}": getattr(config.data, name) for name in AGENT_LENGTHS},
     }
-    if env_name(config) == "search":
+    if plan.env_name(config) == "search":
         settings["retriever.topk"] = config.retriever.topk
     files = {name: config.env.kwargs.get(name) for name in VERL_FILES}
     named = {name: _digest(file) for name, file in files.items() if isinstance(file, str)}
@@ -217,10 +209,10 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.custom_cls.name": config.data.custom_cls.name,
         "data.sampler.class_name": config.data.sampler.class_name,
         "data.extra": config.data.extra,
-        "max_turns": max_turns(config),
-        **(_environment(config) if max_turns(config) else {}),
-        **(_agent(config) if program(config) else {}),
-        **(_teacher(config) if computes_teacher(config) else {}),
+        "max_turns": plan.max_turns(config),
+        **(_environment(config) if plan.max_turns(config) else {}),
+        **(_agent(config) if plan.program(config) else {}),
+        **(_teacher(config) if plan.computes_teacher(config) else {}),
     }
 
 
@@ -238,7 +230,7 @@ def _teacher(config: Config) -> dict[str, Any]:
     """Return the teacher that the run computes, with its folder's contents."""
     path = config.distillation.teacher_models.teacher_model.model_path
     code = config.actor_rollout_ref.model.trust_remote_code
-    return {f"{TEACHER}model_path": path, TEACHER_CONTENT: model_contents(path, code=code)}
+    return {f"{plan.TEACHER}model_path": path, TEACHER_CONTENT: model_contents(path, code=code)}
 
 
 def tuning_settings(config: TuningConfig) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def run(
             path = target / f"{split}.parquet"
             print_written(path, split_rows, write_parquet(split_rows, path))
             if example_files:
-                write_json(split_rows[0], target / f"{split}_example.json")
+                text = json.dumps(split_rows[0], indent=4, ensure_ascii=False)
+                write_text(text, target / f"{split}_example.json")
     except (DataError, OSError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     for row in next(iter(rows.values()))[:EXAMPLES_SHOWN]:
@@ -230,11 +231,6 @@ def write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
     with replacing(path) as file:
         pq.write_table(table, file)
     return path.stat().st_size
-
-
-def write_json(value: Any, path: Path) -> int:
-    """Write one JSON value to `path` atomically. Return the size in bytes."""
-    return write_text(json.dumps(value, indent=4, ensure_ascii=False), path)
 
 
 def write_text(text: str, path: Path) -> int:

@@ -10,19 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verlite.data import preprocess
 from verlite.data.dataset import DataError
-from verlite.data.preprocess import (
-    Source,
-    download,
-    find_files,
-    make_parser,
-    make_rows,
-    nothing_found,
-    read_file,
-    run,
-)
 
-HUB = Source(
+HUB = preprocess.Source(
     "RUC-NLPIR/FlashRAG_datasets", revision="ad1ee41ccf627036706307ab28318c09600f4f42", folder=""
 )
 # Exactly Search-R1's prompt, so that its checkpoints see the prompt of their training.
@@ -59,7 +50,7 @@ def main(
         "folder with NAME/train and NAME/test .jsonl or .json of each data set "
         f"(default {HUB.repo} from the hub)"
     )
-    parser = make_parser(description, default_dir, files)
+    parser = preprocess.make_parser(description, default_dir, files)
     parser.add_argument(
         "--template_type", choices=["base"], default="base", help="Search-R1's prompt"
     )
@@ -92,7 +83,7 @@ def main(
         )
         return merge(sources, root)
 
-    run(parser, read)
+    preprocess.run(parser, read)
 
 
 def merge(
@@ -123,10 +114,12 @@ def merge(
                 )
             if taken != split:
                 print(f"{name} has no {split} split: its {taken} split is used")
-            examples = (example for file in files for example in read_file(file))
+            examples = (example for file in files for example in preprocess.read_file(file))
             rows = merged.setdefault(split, [])
             rows.extend(
-                make_rows(examples, split, partial(make_row, name), folder, first=len(rows))
+                preprocess.make_rows(
+                    examples, split, partial(make_row, name), folder, first=len(rows)
+                )
             )
     if not merged:
         raise DataError("no train and no test sources: there is nothing to write")
@@ -196,16 +189,16 @@ def _files(
     folder = Path(name)
     for split in splits:
         if root is None:
-            folder = download(HUB, [f"{name}/{split}.jsonl"]) / name
+            folder = preprocess.download(HUB, [f"{name}/{split}.jsonl"]) / name
         else:
             folder = root if alone and not (root / name).is_dir() else root / name
-        files = find_files(folder, split)
+        files = preprocess.find_files(folder, split)
         if files:
             return folder, split, files
     if root is None:
         files_text = " or ".join(f"{split}.jsonl" for split in splits)
         raise DataError(f"{HUB.repo} at {HUB.revision[:8]} has no {name} with {files_text}")
-    raise nothing_found(folder, splits)
+    raise preprocess.nothing_found(folder, splits)
 
 
 def _names(where: str, text: str) -> list[str]:

@@ -16,18 +16,8 @@ from torch.nn.functional import logsigmoid
 from verlite.config import commands
 from verlite.config.sft import DPOConfig, DPODataConfig
 from verlite.engine.fsdp import Counts, TrainEngine
-from verlite.sft.data import (
-    TEXT_OR_CHAT,
-    Example,
-    Messages,
-    Row,
-    answer,
-    chat_or_text,
-    fit,
-    messages_of,
-    prompt_of,
-    require,
-)
+from verlite.sft import data as sft_data
+from verlite.sft.data import Example
 from verlite.sft.run import Task
 from verlite.sft.train import log_prob_sums, micro_batching
 from verlite.trainer.preflight import DPO
@@ -84,14 +74,14 @@ def reference(engine: TrainEngine, config: DPOConfig, examples: list[Example]) -
     return log_prob_sums(engine, examples, micro_batching(config))
 
 
-def row_examples(row: Row, tokenizer: Any, data: DPODataConfig) -> list[Example]:
+def row_examples(row: sft_data.Row, tokenizer: Any, data: DPODataConfig) -> list[Example]:
     """Return two examples of a row: the better one, then the worse one.
 
     Prompts and responses become tokens as those of main_sft. Raises ValueError: the row has the
     wrong form, or an example is too long.
     """
     return [
-        fit(answer(prompt, response, tokenizer, data), data)
+        sft_data.fit(sft_data.answer(prompt, response, tokenizer, data), data)
         for prompt, response in _answers(row, data)
     ]
 
@@ -100,16 +90,16 @@ def columns(path: Path, present: list[str], data: DPODataConfig) -> list[str]:
     """Return the columns of a file that training reads. Raises DataError if it has not all of
     them."""
     required = [data.chosen_key, data.rejected_key]
-    require(path, present, required, "Set data.chosen_key and data.rejected_key.")
+    sft_data.require(path, present, required, "Set data.chosen_key and data.rejected_key.")
     return [*required, *([data.prompt_key] if data.prompt_key in present else [])]
 
 
-def _answers(row: Row, data: DPODataConfig) -> list[tuple[Messages, str]]:
+def _answers(row: sft_data.Row, data: DPODataConfig) -> list[tuple[sft_data.Messages, str]]:
     """Return prompt and response of both sides of a row."""
     sides = [_side(row[column], column) for column in (data.chosen_key, data.rejected_key)]
     (before, better), (other, worse) = sides
     if data.prompt_key in row:
-        prompt = prompt_of(row, data)
+        prompt = sft_data.prompt_of(row, data)
         before = _with_all_turns(prompt, before, data.chosen_key, data)
         other = _with_all_turns(prompt, other, data.rejected_key, data)
         if before != other:
@@ -127,8 +117,8 @@ def _answers(row: Row, data: DPODataConfig) -> list[tuple[Messages, str]]:
 
 
 def _with_all_turns(
-    prompt: Messages, before: Messages, column: str, data: DPODataConfig
-) -> Messages:
+    prompt: sft_data.Messages, before: sft_data.Messages, column: str, data: DPODataConfig
+) -> sft_data.Messages:
     """Return the prompt and the messages before a response as one, each turn once."""
     if not before or prompt[-len(before) :] == before:
         return prompt
@@ -140,12 +130,12 @@ def _with_all_turns(
     )
 
 
-def _side(value: Any, column: str) -> tuple[Messages, str]:
+def _side(value: Any, column: str) -> tuple[sft_data.Messages, str]:
     """Return the messages before a response, none for text, and the response."""
-    value = chat_or_text(value)
+    value = sft_data.chat_or_text(value)
     if isinstance(value, str):
         return [], value
-    messages = messages_of(value, column, ["role", "content"], TEXT_OR_CHAT)
+    messages = sft_data.messages_of(value, column, ["role", "content"], sft_data.TEXT_OR_CHAT)
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"column {column!r}: the last message is not the assistant's")
     if messages[-1].get("tool_calls"):

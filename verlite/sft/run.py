@@ -35,19 +35,11 @@ from verlite.files import RetryingWriter, free_text
 from verlite.sft.data import Example
 from verlite.spec.roles import FSDPSpec, OptimSpec
 from verlite.terminal import console
-from verlite.trainer import checkpoints, run_record, saving
+from verlite.trainer import checkpoints, opening, run_record, saving
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 from verlite.trainer.common_checks import reading
 from verlite.trainer.display import Display
 from verlite.trainer.metrics import Stopwatch
-from verlite.trainer.opening import (
-    absolute,
-    in_run_directory,
-    newest_saved,
-    open_tracking,
-    record_config,
-    resumed_text,
-)
 from verlite.trainer.preflight import FILES, LIBRARIES, Preflight, walk
 from verlite.trainer.stop import Event, P, Stop
 from verlite.trainer.tracking import Tracking
@@ -202,7 +194,7 @@ class Run:
 def tuning_preflight(config: TuningConfig, task: Task, first: int | None = None) -> Preflight:
     """Return what the checks of main_sft or main_dpo are given. first: as in `Preflight`."""
     config = copy.deepcopy(config)
-    config.trainer.default_local_dir = absolute(config.trainer.default_local_dir)
+    config.trainer.default_local_dir = opening.absolute(config.trainer.default_local_dir)
     return Preflight(
         task.kind,
         config,
@@ -233,7 +225,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
     out.quiet = not found.is_first
     display = Display(out, log=stop.log)
     stop.where, found.warn = display.where, display.warn
-    with in_run_directory(found, stop), ExitStack() as stack:
+    with opening.in_run_directory(found, stop), ExitStack() as stack:
         transformers_logging.disable_progress_bar()
         stack.enter_context(process_group(device))
         if found.is_first:
@@ -274,7 +266,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
                 engine.load(found.checkpoint.path / ROLE, found.checkpoint.files(ROLE))
             except ValueError as error:
                 raise ResumeRefused(str(error)) from error
-            display.info(resumed_text(found))
+            display.info(opening.resumed_text(found))
         writer = RetryingWriter(display.warn)
         stack.callback(writer.close)
         tracking = on_first_rank_only(
@@ -300,7 +292,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             stop,
             step=found.state["step"],
         )
-        run.begin(newest_saved(found))
+        run.begin(opening.newest_saved(found))
         stop.where = lambda: display.where(run.step)
         yield run
 
@@ -308,8 +300,8 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
 def _open_outputs(
     found: Preflight, text: str, writer: RetryingWriter, say: Callable[[str], None]
 ) -> Tracking:
-    record_config(found, text, writer, say)
-    return open_tracking(found, text, writer, say)
+    opening.record_config(found, text, writer, say)
+    return opening.open_tracking(found, text, writer, say)
 
 
 def _data_text(
