@@ -211,9 +211,10 @@ def test_help_and_refused_keys_do_not_wait_for_imports(calls, heavy):
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_check_imports_neither_ray_nor_an_engine(material):
+def test_check_imports_neither_ray_nor_an_engine_nor_an_http_client(material):
     calls = f"(app, {['check', *material.good]!r}, 0),"
-    done = run_python("-c", LOADED.format(calls=calls, heavy={"ray", "vllm", "fastapi", "wandb"}))
+    heavy = {"ray", "vllm", "fastapi", "wandb", "httpx", "verlite.trainer.groups"}
+    done = run_python("-c", LOADED.format(calls=calls, heavy=heavy))
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 

@@ -27,13 +27,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from verlite.files import one_line, parse_foreign_json
 from verlite.masking import display
 from verlite.spec.roles import ServiceSpec
+
+if TYPE_CHECKING:  # a run without services starts without it
+    import httpx
 
 # HTTP connections for many requests at once.
 #
@@ -51,7 +52,7 @@ PER_CLIENT = 8
 class _Share:
     """An httpx client, and the number of its requests."""
 
-    client: httpx.AsyncClient
+    client: "httpx.AsyncClient"
     in_flight: int = 0
 
 
@@ -64,6 +65,8 @@ class Connections:
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         """headers: of all requests."""
+        import httpx
+
         self._headers = headers
         self._tls = httpx.create_ssl_context(trust_env=False)  # takes longer than a client
         self._shares: list[_Share] = []
@@ -71,7 +74,7 @@ class Connections:
     @asynccontextmanager
     async def stream(
         self, method: str, url: str, content: bytes | None
-    ) -> AsyncIterator[httpx.Response]:
+    ) -> AsyncIterator["httpx.Response"]:
         """Send a request; yield its answer, whose body is to be read. Raises httpx.HTTPError."""
         share = next((one for one in self._shares if one.in_flight < PER_CLIENT), None)
         if share is None:
@@ -93,7 +96,9 @@ class Connections:
         for share in self._shares:
             await share.client.aclose()
 
-    def _new(self) -> httpx.AsyncClient:
+    def _new(self) -> "httpx.AsyncClient":
+        import httpx
+
         return httpx.AsyncClient(
             verify=self._tls,
             trust_env=False,  # these are internal services, so proxies and .netrc do not apply
@@ -109,8 +114,6 @@ PAUSE_AFTER = 5
 """Failures in a row after which a server is paused."""
 PAUSE_S = 2.0
 """Seconds of that pause."""
-
-_NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 T = TypeVar("T")
 
@@ -345,6 +348,8 @@ class Client:
         self, method: str, url: str, content: bytes | None, limit_s: float | None, what: str
     ) -> bytearray:
         """Return the body of an answer with status 2xx. Raises as `attempt`."""
+        import httpx
+
         limit_s = min(self.service.timeout_s, limit_s or self.service.timeout_s)
         try:
             # httpx limits each read but not their sum.
@@ -352,7 +357,8 @@ class Client:
         except TimeoutError as error:
             raise Slow(f"no answer to {what} within {limit_s:.3g} s") from error
         except httpx.HTTPError as error:
-            kind = Down if isinstance(error, _NOT_CONNECTED) else Broken
+            refused = httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout
+            kind = Down if isinstance(error, refused) else Broken
             raise kind(
                 f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             ) from error

@@ -122,10 +122,10 @@ def fit_adapters(model: ModelSpec, section: str, kind: str) -> None:
 def position(found: Preflight) -> None:
     """Continue the order of the rows from the checkpoint, if all rows are known, and check which
     of the drawn ones are not trained yet."""
-    from verlite.trainer.groups import check_state
-
     if found.checkpoint is None or not found.is_whole:
         return
+    from verlite.trainer.groups import check_state
+
     config = found.config
     try:
         if found.command == RL:
