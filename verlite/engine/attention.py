@@ -27,6 +27,7 @@ PACKED_ATTENTION = "verlite_packed"
 # Additions to attention scores in some architectures. Ignoring them would be silently wrong.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
 _MAX_HEAD_DIM = 256  # of the varlen kernel
+_SHORT = 256  # tokens of sequences whose calls cost more than copies of their tensors
 _VARLEN_SHARES_HEADS = "enable_gqa" in signature(varlen.varlen_attn).parameters  # torch 2.13
 _REMEDY = "Set model.use_remove_padding=False"
 
@@ -292,19 +293,25 @@ def _per_sequence(
     window: int | None,
     sequences: Sequences,
 ) -> Tensor:
-    """Attention by one call per sequence.
+    """Attention by one call per sequence; short ones of equal lengths have one together.
 
     On a CPU this is never slower than padded blocks of sequences, and 4x faster if lengths differ
     much. `split` is used instead of slicing because its backward pass writes each gradient once.
     """
     lengths = (sequences.paths or sequences).lengths
-    parts = zip(
-        query.split(sequences.lengths, 2),
-        key.split(lengths, 2),
-        value.split(lengths, 2),
-        strict=True,
-    )
-    outputs = [causal_attention(q, k, v, scaling, window) for q, k, v in parts]
+    parts = query.split(sequences.lengths, 2), key.split(lengths, 2), value.split(lengths, 2)
+    alike: dict[Any, list[int]] = {}
+    for number, shape in enumerate(zip(sequences.lengths, lengths, strict=True)):
+        alike.setdefault(shape if max(shape) <= _SHORT else number, []).append(number)
+    outputs = list(parts[0])
+    for numbers in alike.values():
+        q, k, v = (
+            torch.cat([part[i] for i in numbers]) if len(numbers) > 1 else part[numbers[0]]
+            for part in parts
+        )
+        found = causal_attention(q, k, v, scaling, window).split(1)
+        for number, output in zip(numbers, found, strict=True):
+            outputs[number] = output
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()  # some models reshape it by view
 
 
