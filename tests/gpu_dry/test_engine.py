@@ -8,6 +8,7 @@ import torch
 from tests.engine.batches import ragged_batch
 from tests.engine.programs import weighted_loss
 from tests.gpu_dry import gpu
+from verlite.engine import attention
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.offload import HostMemory
@@ -45,6 +46,20 @@ def test_equals_the_cpu(tiny_qwen2: str, dtype: str, saved: dict[str, Any], pack
         actual = results(engine(tiny_qwen2, "cuda", dtype, **options), micro)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert bool(seen.count("op _varlen_attn")) == (packed and dtype == "bfloat16")
+
+
+def test_on_amd_attention_runs_sequence_by_sequence(tiny_qwen2: str, monkeypatch: Any) -> None:
+    """With a torch for ROCm, which calls its GPUs cuda: the CPU's values without that kernel,
+    to the rounding of bfloat16, which torch's own attention does at other places."""
+    micro = MicroBatching(size=3)
+    expected = results(engine(tiny_qwen2, "cpu", "bfloat16"), micro)
+    monkeypatch.setattr(torch.version, "hip", "7.1.25424")
+    attention._has_varlen_kernel.cache_clear()
+    with gpu.calls() as seen:
+        actual = results(engine(tiny_qwen2, "cuda", "bfloat16"), micro)
+    attention._has_varlen_kernel.cache_clear()
+    torch.testing.assert_close(actual[:2], expected[:2], rtol=0.02, atol=0.02)
+    assert not seen.count("op _varlen_attn")
 
 
 def test_saved_activations_leave_through_pinned_memory(tiny_qwen2: str) -> None:

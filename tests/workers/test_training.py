@@ -266,6 +266,13 @@ def test_without_nvml_segments_keep_a_fixed_size(monkeypatch, allocator_settings
     assert "libnvidia-ml.so.1" in caplog.text
 
 
+def test_on_amd_segments_grow_without_nvml(monkeypatch, allocator_settings, caplog):
+    monkeypatch.setattr("torch.version.hip", "7.1.25424")
+    monkeypatch.setattr("verlite.workers.training._has_nvml", lambda: False)
+    use_expandable_segments()
+    assert allocator_settings() == "expandable_segments:True" and not caplog.text
+
+
 def test_nvml_is_probed():
     library = SimpleNamespace(nvmlInit_v2=lambda: 0)
     with mock.patch("ctypes.CDLL", return_value=library):
