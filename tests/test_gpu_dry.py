@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_dry import phases
 from tests.gpu_dry.branches import places, read_page
+from tests.models import tiny_model
 
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("GPU_DRY", ROOT / "build/gpu-dry"), "bin/python")
@@ -36,3 +38,44 @@ def test_the_page_lists_each_place_that_depends_on_a_gpu() -> None:
     rows = read_page()
     assert list(rows) == list(places()), "run python -m tests.gpu_dry.branches"
     assert "never" not in rows.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", phases.SHAPES)
+def test_the_page_has_the_plan_of_today_beside_the_memory_that_was_counted(
+    shape: str, tmp_path: Path
+) -> None:
+    rows = phases.rows(phases.PAGE.read_text(encoding="utf-8"))
+    found = {phase: [int(n * 2**20) for n in sizes] for run, phase, *sizes in rows if run == shape}
+    tiny_model(tmp_path / "model", **phases.MODEL)
+    planned = phases.planned(tmp_path, shape)
+    assert list(found) == list(planned), "run python -m tests.gpu_dry.phases"
+    for phase, (shown, tensors, held) in found.items():
+        assert shown == pytest.approx(planned[phase], abs=0.06 * 2**20), phase
+        assert not phases.problem(phase, shown, phases.Count(tensors, held), 3)
+
+
+def test_a_phase_is_its_fullest_call_and_what_the_others_had_left() -> None:
+    def call(role: str, method: str, peak: int, after: int, device: int = 0) -> phases.Call:
+        return phases.Call(role, 0, method, device, 0, peak, after, 9 * peak, [0, 0])
+
+    calls = [
+        call("actor", "build", 7, 5),
+        call("rollout", "build", 90, 0),
+        call("actor", "publish_weights", 8, 5),
+        call("rollout", "fetch_weights", 6, 4),
+        call("actor", "publish_weights", 9, 5, device=1),
+        call("rollout", "generate", 10, 0),
+        call("actor", "log_probs", 20, 5),
+    ]
+    expected = {"build": (7, 63), "sync: stream": (14, 72), "generation": (15, 90),
+                "old log-probs": (20, 180), "values": (0, 0)}  # fmt: skip
+    assert {name: tuple(phases.counted(calls, name, 0)) for name in expected} == expected
+    count = phases.Count(1000, 1000)
+    assert not phases.problem("actor update", 1009, count, 1)
+    for wrong in (
+        phases.problem("actor update", 1011, count, 1),
+        phases.problem("actor update", 989, count, 1),
+        phases.problem("actor update", 1000, phases.Count(1000, 1001 + 3 * phases.PAGES), 3),
+    ):
+        assert wrong.startswith("actor update: ")

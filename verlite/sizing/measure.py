@@ -103,16 +103,6 @@ class RoleMemory:
         return self.parameters + self.optimizer
 
 
-@dataclass(frozen=True)
-class _Run:
-    parameters: int
-    optimizer: int
-    host: int
-    check: list[Segment]
-    forward: list[Segment]
-    update: list[Segment]
-
-
 def measure(spec: DryEngineSpec, passes: Passes, whole: bool = False) -> RoleMemory:
     """Return the memory of a role.
 
@@ -124,25 +114,20 @@ def measure(spec: DryEngineSpec, passes: Passes, whole: bool = False) -> RoleMem
     number: int = load_config(spec.model).num_hidden_layers
     alike = are_alike(decoder_layers(load_skeleton(spec.model, spec.head)))
     if whole or number <= LONG or not alike:
-        run = _run(spec, passes)
-        check, forward, update = map(_most, (run.check, run.forward, run.update))
-        return RoleMemory(run.parameters, run.optimizer, check, forward, update, run.host)
+        (parameters, optimizer, host), segments = _run(spec, passes)
+        check, forward, update = map(_most, segments)
+        return RoleMemory(parameters, optimizer, check, forward, update, host)
     short, long = (
         _run(replace(spec, model=replace(spec.model, override_config=override)), passes)
         for override in (with_layers(spec.model, n) for n in (SHORT, LONG))
     )
-
-    def line(at_short: int, at_long: int) -> int:
-        return at_short + (at_long - at_short) * (number - SHORT)
-
-    return RoleMemory(
-        line(short.parameters, long.parameters),
-        line(short.optimizer, long.optimizer),
-        peak(short.check, long.check, number),
-        peak(short.forward, long.forward, number) if passes.forward else 0,
-        peak(short.update, long.update, number) if passes.update else 0,
-        line(short.host, long.host),
+    parameters, optimizer, host = (
+        few + (more - few) * (number - SHORT) for few, more in zip(short[0], long[0], strict=True)
     )
+    check, forward, update = (
+        peak(few, more, number) for few, more in zip(short[1], long[1], strict=True)
+    )
+    return RoleMemory(parameters, optimizer, check, forward, update, host)
 
 
 def _most(segments: Sequence[Segment]) -> int:
@@ -162,7 +147,11 @@ class _Given(MicroBatching):
             return [MicroBatch(torch.tensor(part), share_prefixes) for part in parts]
 
 
-def _run(spec: DryEngineSpec, passes: Passes) -> _Run:
+def _run(
+    spec: DryEngineSpec, passes: Passes
+) -> tuple[tuple[int, int, int], tuple[list[Segment], ...]]:
+    """Return the bytes of parameters, optimizer and offloaded activations, and the segments of the
+    three passes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = BytesTracker(mode)
     forward: list[Segment] = []
@@ -199,8 +188,7 @@ def _run(spec: DryEngineSpec, passes: Passes) -> _Run:
                 engine.update(batch, micro, 1.0, objective, bool(passes.update_entropy))
             tracker.mark("step")
             update = tracker.take_segments()
-        host = engine.offloaded
-    return _Run(parameters, optimizer, host, check, forward, update)
+    return (parameters, optimizer, engine.offloaded), (check, forward, update)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
@@ -301,7 +289,7 @@ def peak(short: list[Segment], long: list[Segment], layers: int) -> int:
         layers: of the model, at least LONG.
     """
     few, more = _by_place(short), _by_place(long)
-    return max(_peak(few[place], more[place], layers) for place in more)
+    return max((_peak(few[place], more[place], layers) for place in more), default=0)
 
 
 def _by_place(segments: list[Segment]) -> dict[tuple[int, str], list[int]]:
