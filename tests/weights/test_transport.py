@@ -1,5 +1,9 @@
 """Publishing through several transports at once."""
 
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
 
@@ -74,3 +78,19 @@ def test_shutdown_does_not_wait_for_the_rest() -> None:
     with pytest.raises(SystemExit):
         publish(interrupted(), [sink], 16)
     assert sink.calls[-1] == "abort"
+
+
+def test_one_bucket_is_in_memory_beside_the_weight_that_is_gathered() -> None:
+    made: list[weakref.ref[np.ndarray]] = []
+    living = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(9):
+            memory = np.zeros(4, dtype=np.float32)
+            made.append(weakref.ref(memory))
+            living.append(sum(one() is not None for one in made))
+            yield str(number), torch.from_numpy(memory)
+            del memory
+
+    publish(weights(), [], 32)
+    assert max(living) == 3  # two weights are a bucket

@@ -375,6 +375,7 @@ def _phases(
     kept = ASLEEP + GRAPHS * (not rollout.enforce_eager) if plan.rollout_name == "vllm" else 0
     whole = policy.exported * DTYPE_BYTES[plan.sync_dtype]
     bucket = min(plan.weights.bucket_bytes(plan.device, rollout.sync_bucket_mb), whole)
+    hashing = HASHED * min(policy.largest, fingerprint.CUDA_CHUNK)
 
     def phase(name: str, engine: int, **held: int) -> Phase:
         own = rest | held
@@ -418,8 +419,10 @@ def _phases(
         optimizer = rest["actor"] - (
             0 if _offload(roles["actor"]).param_offload else measured["actor"].parameters
         )
-        # A bucket of whole weights, and the layer or the weight that is gathered next.
-        gathered = min(whole, bucket + max(weight, policy.layer * DTYPE_BYTES[plan.sync_dtype]))
+        # A bucket of whole weights, the layer or the weight that comes next, and its shard.
+        following = max(weight, policy.layer * DTYPE_BYTES[plan.sync_dtype])
+        shard = weight // len(plan.placement["actor"])
+        gathered = min(whole, bucket + following) + shard * (len(plan.placement["actor"]) > 1)
         exporting = measured["actor"].parameters + optimizer + gathered
         checked = measured["actor"].check - measured["actor"].optimizer + optimizer
         if plan.weights.uses("cuda_ipc"):
@@ -428,7 +431,6 @@ def _phases(
             phases.append(phase("sync: gather", between, actor=max(checked, exporting)))
     if "rollout" in here:
         loading = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
-        hashing = HASHED * min(policy.largest, fingerprint.CUDA_CHUNK)
         engine = loading if sleeps else awake
         if plan.weights.uses("cuda_ipc"):
             # The engine copies from two buckets on the same GPU while the trainer gathers.
@@ -437,7 +439,9 @@ def _phases(
         else:
             phases.append(phase("sync: load", engine + max(bucket, hashing)))
     if any(roles[name].spec.optim is not None for name in trained):
-        phases.append(phase("checkpoint", awake))  # after the sync has woken the engines
+        # The sync has woken the engines. Checkpoints of adapters have a hash of the base model.
+        hashes = {n: rest[n] + hashing for n in trained if roles[n].spec.model.trains_adapters}
+        phases.append(phase("checkpoint", awake, **hashes))
     return phases
 
 

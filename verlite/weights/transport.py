@@ -100,6 +100,7 @@ def publish(named: Iterable[tuple[str, Tensor]], sinks: Sequence[Sink], bucket_b
             progress.tick("publishing weights")
             for sink in sinks:
                 sink.add(bucket)
+            del bucket  # before the next one is gathered
         for sink in sinks:
             sink.finish()
     except BaseException as error:
