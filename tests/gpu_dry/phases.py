@@ -110,6 +110,7 @@ BASE = (
     "algorithm.adv_estimator=grpo",
     "trainer.total_training_steps=1",
     "trainer.save_freq=1",
+    "trainer.val_before_train=false",
     "trainer.test_freq=-1",
     "trainer.n_gpus_per_node=1",
     "trainer.device=cuda",
