@@ -250,7 +250,8 @@ def write_page(found: Path) -> None:
     shown = [(run, phase, *(f"{n / 2**20:.1f}" for n in sizes)) for run, phase, *sizes in lines]
     before, rest = PAGE.read_text(encoding="utf-8").split(HEADING)
     table = "".join(f"| {' | '.join(row)} |\n" for row in shown)
-    PAGE.write_text(before + HEADING + table + rest[rest.index("\n") :], encoding="utf-8")
+    rest = re.sub(r"\A(\|.*\n)*", "", rest)  # the rows of today
+    PAGE.write_text(before + HEADING + table + rest, encoding="utf-8")
 
 
 def main() -> None:
