@@ -81,6 +81,7 @@ def test_cuda_ipc(settings: str) -> None:
 def test_memory_that_another_stream_reads_is_not_unmapped() -> None:
     """A freed expandable segment is unmapped when its own stream is done. FSDP reads its gradients
     on another one."""
+    torch.cuda.empty_cache()  # whose segments are plain
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     gradient = torch.full((12 << 20,), 7, dtype=torch.uint8, device=GPU)
     on_host = torch.empty_like(gradient, device="cpu", pin_memory=True)
