@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 
 from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
@@ -87,6 +89,29 @@ def test_kept_outputs_change_no_bit_and_are_not_computed_again(
     assert again == {"products": layers * passes * products, "attention": layers * calls}
     assert found["attention"][1] == once | {"products": found[True][1]["products"]}
     assert found["products"][1] == once
+
+
+class OldFormat(Qwen2ForCausalLM):
+    """A model of the Hub from before transformers 4.35, which chooses its checkpoints itself."""
+
+    def _set_gradient_checkpointing(self, module: Any, value: bool = False) -> None:
+        if value and isinstance(module, Qwen2DecoderLayer):
+            plain = module.forward
+            module.forward = lambda x, **options: checkpoint(  # type: ignore[method-assign]
+                lambda x: plain(x, **options), x, use_reentrant=True
+            )
+
+
+@pytest.mark.parametrize("kind", [OldFormat, Qwen2ForCausalLM])
+def test_the_first_layer_is_trained_where_the_embeddings_are_not(
+    kind: type[Qwen2ForCausalLM], tiny_qwen2: str
+) -> None:
+    model = kind.from_pretrained(tiny_qwen2).requires_grad_(False).train()
+    trained = model.get_parameter("model.layers.0.mlp.down_proj.weight").requires_grad_()
+    sharding.checkpoint_layers(model, True, offload=False)
+    model(torch.tensor([[3, 4, 5]])).logits.square().sum().backward()
+    assert trained.grad is not None and trained.grad.any()
+    assert bool(model._require_grads_hooks) == (kind is OldFormat)
 
 
 @pytest.mark.process

@@ -68,12 +68,11 @@ def checkpoint_layers(model: PreTrainedModel, kept: bool | str, offload: bool) -
         policy = partial(_policy, _KEPT[kept])
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.gradient_checkpointing_enable(options)
-    model.disable_input_require_grads()  # needed by reentrant checkpoints only
-    if not offload:
-        return
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _checkpoint_offloaded  # type: ignore[assignment]
+    modules = [x for x in model.modules() if hasattr(x, "_gradient_checkpointing_func")]
+    if modules:  # none in a Hub's model that ignores `options`: its checkpoints may be reentrant,
+        model.disable_input_require_grads()  # which need the inputs' gradient
+    for module in modules if offload else []:
+        module._gradient_checkpointing_func = _checkpoint_offloaded  # type: ignore[assignment]
 
 
 def _policy(kept: set[str], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
