@@ -78,13 +78,13 @@ def test_wandb_without_a_login_is_offline_and_names_the_command(tracked, tmp_pat
     assert [row[4] for row in rows] == [0.5, None]
 
 
-def wandb_fake(monkeypatch, fails):
+def wandb_fake(monkeypatch, error=None):
     calls = []
 
     def init(*, mode=None, **options):
         calls.append((mode, options))
-        if fails and mode is None:
-            raise wandb.errors.CommError("no such host")
+        if error and mode is None:
+            raise error
         offline = mode == "offline"
         return FakeRun(offline=offline, url=None if offline else "https://w/run", metrics=[])
 
@@ -96,7 +96,7 @@ def wandb_fake(monkeypatch, fails):
 
 
 def test_wandb_continues_its_run_and_shows_its_address(tracked, monkeypatch, said):
-    calls = wandb_fake(monkeypatch, fails=False)
+    calls = wandb_fake(monkeypatch)
     tracker = trackers.WandbTracker(tracked())
     tracker(3, METRICS)
     # W&B drops a step that it has already, so the step is a metric.
@@ -110,12 +110,20 @@ def test_wandb_continues_its_run_and_shows_its_address(tracked, monkeypatch, sai
 
 
 def test_wandb_without_a_network_goes_on_offline(tracked, monkeypatch, said):
-    calls = wandb_fake(monkeypatch, fails=True)
+    calls = wandb_fake(monkeypatch, wandb.errors.CommError("no such host"))
     trackers.WandbTracker(tracked())
     (online, first), teardown, (offline, second) = calls
     assert (online, teardown, offline) == (None, "teardown", "offline")
     assert first == second
     assert len(said) == 1 and "no such host" in said[0] and "wandb sync" in said[0]
+
+
+def test_a_wrong_setting_or_a_full_disk_is_no_reason_for_an_offline_run(tracked, monkeypatch, said):
+    for error in (ValueError("project is too long"), OSError("no space left on device")):
+        wandb_fake(monkeypatch, error)
+        with pytest.raises(type(error), match=str(error)):
+            trackers.WandbTracker(tracked())
+    assert said == []
 
 
 def test_tensorboard_has_scalars_and_texts_and_forgets_repeated_steps(tracked, tmp_path):

@@ -50,7 +50,8 @@ class WandbTracker:
             "resume": "allow",
             "settings": wandb.Settings(silent=True, init_timeout=WANDB_INIT_S),
         }
-        self._run, why = _online_or_not(wandb, options, wandb_problem(os.environ))
+        problem = wandb_problem(os.environ)
+        self._run, why = _online_or_not(wandb, options, problem, wandb.Error)
         if self._run.offline:
             files = f"{run.directory}/wandb/offline-run-*-{number}"
             run.say(f"wandb: {why}. Send the run later with: wandb sync {files}")
@@ -183,7 +184,8 @@ class SwanLabTracker:
             "id": number,
             "resume": "allow",
         }
-        self._run, why = _online_or_not(swanlab, options, swanlab_problem(os.environ))
+        problem = swanlab_problem(os.environ)  # its login and network errors have no common class
+        self._run, why = _online_or_not(swanlab, options, problem, Exception)
         if self._run.mode == "online":
             run.say(f"swanlab: {self._run.url}")
         else:
@@ -235,15 +237,19 @@ class TrackioTracker:
         self._run.finish()
 
 
-def _online_or_not(package: Any, options: dict[str, Any], problem: str | None) -> tuple[Any, str]:
+def _online_or_not(
+    package: Any, options: dict[str, Any], problem: str | None, caught: type[Exception]
+) -> tuple[Any, str]:
     """Begin a run of W&B or SwanLab. Return it, and why it is offline if it is.
 
-    problem: why it would ask for a login.
+    Args:
+        problem: why it would ask for a login.
+        caught: what a failed login, network or server raises. Other errors are passed on.
     """
     if problem is None:
         try:
             return package.init(**options), "offline, as asked for"
-        except Exception as error:  # a login, network or server error of several packages
+        except caught as error:
             problem = one_line(error)
             if hasattr(package, "teardown"):
                 package.teardown()  # W&B would refuse the id of the run that did not start
