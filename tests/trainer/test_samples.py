@@ -190,6 +190,18 @@ def test_all_samples_as_parquet():
     assert "old_log_probs" not in first
 
 
+def test_a_row_whose_tokens_are_lost_keeps_its_other_columns():
+    batch = text_batch()
+    batch.non_tensor_batch["response_ids"][0] = None
+    content = samples.as_parquet(SimpleNamespace(tokenizer=OneLetter()), batch)
+    lost, kept = pq.read_table(io.BytesIO(content)).to_pylist()
+    assert lost["response_ids"] is None and kept["response_ids"] == [8]
+    assert lost["response_mask"] == [1, 0, 1] and lost["loss_mask"] == [1, 0, 0]
+    assert lost["rollout_log_probs"] == pytest.approx([-0.1234567, 0, -2])
+    assert lost["advantages"] is None  # one number for all tokens, whose count is lost
+    assert kept["advantages"] == [1.25]
+
+
 def test_details_are_kept_for_so_many_tokens_of_a_step(monkeypatch):
     monkeypatch.setattr(samples, "TOKENS_PER_STEP", 3)
     records: list[dict] = [{}, {}]

@@ -207,9 +207,9 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def as_parquet(run: Run, batch: DataProto) -> bytes:
     """Return all samples as a parquet file, with a list per sample for each column of tokens.
 
-    Columns of tokens have the names of the batch's fields, and are null where a sample's tokens are
-    lost. Other columns are those of the JSON lines. Values that are not text, numbers or true and
-    false are JSON.
+    Columns of tokens have the names of the batch's fields. They are null where a row's values are
+    lost, and one number for all tokens is null where the tokens are. Other columns are those of the
+    JSON lines. Values that are not text, numbers or true and false are JSON.
     """
     records = sample_records(run, batch)
     names = dict.fromkeys(name for record in records for name in record)
@@ -218,9 +218,11 @@ def as_parquet(run: Run, batch: DataProto) -> bytes:
     }
     tokens = _token_columns(batch)
     for name in ("response_ids", *_TOKEN_FIELDS):
-        if name in tokens:
+        if name in batch.non_tensor_batch:
+            columns[name] = tokens[name]
+        elif name in tokens:  # one number for all tokens of a row
             columns[name] = [
-                None if values is None or ids is None else np.broadcast_to(values, len(ids))
+                None if ids is None or values is None else np.broadcast_to(values, len(ids))
                 for values, ids in zip(tokens[name], tokens["response_ids"], strict=True)
             ]
     buffer = io.BytesIO()
