@@ -5,6 +5,7 @@ import pytest
 from verlite.breakpoints import NO_LIMIT_S
 from verlite.config import debug, keys, plan
 from verlite.config.problems import ConfigError
+from verlite.config.rules.context import KEYS
 from verlite.config.schema import Config
 
 
@@ -45,6 +46,8 @@ def test_limits_are_lifted_in_a_copy_only():
     assert lifted.trainer.debug and not config.trainer.debug
     for name in debug.LIFTED:
         assert keys.get(lifted, name) == NO_LIMIT_S > keys.get(config, name)
+    limits = {name for name in KEYS if name.endswith(("timeout_s", "deadline_s"))}
+    assert set(debug.LIFTED) == limits
     # How long to wait for devices is not a limit that a stopped worker could exceed.
     assert lifted.trainer.resource_wait_s == config.trainer.resource_wait_s
 

@@ -19,6 +19,8 @@ LIFTED = (
     "reward.timeout_s",
     "reward.item_timeout_s",
     "actor_rollout_ref.rollout.request_timeout_s",
+    "actor_rollout_ref.rollout.server_timeout_s",
+    "agent.timeout_s",
     "reward.remote.timeout_s",
     "reward.remote.deadline_s",
     "actor_rollout_ref.ref.timeout_s",
