@@ -496,9 +496,10 @@ def test_servers_need_no_device(material):
     assert lines["weight sync"] == "files"
     assert "R" not in plan.drawing.split("A = ")[0]
     network = (*parts, "actor_rollout_ref.rollout.weight_transport=collective")
-    plan = make_plan(material.load(*network).config, "cuda")
-    assert plan.weights.transport == ("shared_memory",)
-    assert dict(plan.lines())["weight sync"] == "shared_memory; collective to each server"
+    for device in ("cuda", "cpu"):
+        plan = make_plan(material.load(*network).config, device)
+        assert plan.weights.transport == ("shared_memory",)
+        assert dict(plan.lines())["weight sync"] == "shared_memory; collective to each server"
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,12 @@ def test_inference_loads_with_the_engines_and_its_failure_keeps_the_version(fail
     assert run.metrics["perf/weight_probe_gap"] == 2e-6, "of the engines alone"
     book.clear()
     run.plan.weights = weight_routes([0], [0], 1, 1, "cuda", "auto", [1])
+    looks = ("supervisor", "raise_if_worker_died")
+    engines = SimpleNamespace(supervisor=Calls(book, "supervisor"))
+    monkeypatch.setattr(weights, "group", lambda _: engines)
     sync_weights(run)
     sends, receives = ("actor", "publish_weights", OFFERS[0]), ("rollout", "fetch_weights", OFFERS)
-    assert book[1:4] == [sends, receives, ("inference", "fetch_weights", OFFERS)]
+    assert book[1:5] == [looks, sends, receives, ("inference", "fetch_weights", OFFERS)]
     assert [call[:2] for call in book[-3:]] == [
         (role, "release_weights") for role in ("actor", "rollout", "inference")
     ]

@@ -1,6 +1,7 @@
 """The transport `cuda_ipc`. On a CPU its buffers are memory files; the protocol is the same."""
 
 import os
+import socket
 import threading
 import weakref
 from contextlib import suppress
@@ -152,6 +153,35 @@ def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):
     publishing.join(10)
     assert max(mapped) > before
     assert Path("/proc/self/maps").read_text().count("memfd:verlite-weights") <= before
+
+
+def test_an_engine_waits_while_others_fill_the_queue(publisher):
+    """Every user can connect, and the trainer takes connections at its first bucket."""
+    others = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for other in others:
+        other.connect(publisher.address)
+    full = socket.socket(socket.AF_UNIX)
+    full.settimeout(1)
+    with pytest.raises(BlockingIOError):
+        full.connect(publisher.address)
+    found = []
+    stream = BucketStream((publisher.address,), timeout_s=10)
+    reading = threading.Thread(target=lambda: found.extend(stream), daemon=True)
+    reading.start()
+    for other in others:  # the trainer drops strangers
+        publisher._listener.accept()[0].close()
+        other.close()
+    publishing = Publishing(publisher, NAMED, 2000)
+    reading.join(60)
+    publishing.join(60)
+    assert publishing.error is None
+    assert_equal(found)
+
+
+def test_a_trainer_that_is_gone_is_named(publisher):
+    publisher.close()
+    with pytest.raises(TransportError, match="the other side of a weight sync is gone"):
+        list(BucketStream((publisher.address,), timeout_s=10))
 
 
 def test_another_user_gets_no_weights_and_does_not_disturb(publisher):

@@ -850,9 +850,9 @@ def servers(config: Config) -> tuple[str, ...]:
 
 def weight_transport(config: Config) -> str:
     """Return how the rollout processes get weights: rollout.weight_transport, but with servers
-    files for auto, and auto for collective, by which that process sends them on to the servers."""
+    files for auto, and shared_memory for collective, by which that process sends them on."""
     transport = config.actor_rollout_ref.rollout.weight_transport
-    with_servers = {"auto": "files", "collective": "auto"}
+    with_servers = {"auto": "files", "collective": "shared_memory"}
     return with_servers.get(transport, transport) if servers(config) else transport
 
 

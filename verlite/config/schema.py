@@ -592,7 +592,8 @@ class RolloutConfig:
         "beside its weights. Saves transport and loading; generation is slower, and on a GPU "
         "with free_cache_engine the base model stays in host memory while the engine sleeps.",
         choices=("merged", "adapter"))
-    sync_bucket_mb: int = key(512, "Weight sync: size of one bucket in MiB.", bound=">= 1")
+    sync_bucket_mb: int = key(512,
+        "Weight sync: size of one bucket in MiB. cuda_ipc on CPUs takes at most 4.", bound=">= 1")
     max_restarts: int = key(3,
         "Times per training step that an engine whose process died (killed, crashed, out of "
         "memory) is started again within the run. It gets the current weights, and its samples "

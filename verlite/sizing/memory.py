@@ -374,7 +374,9 @@ def _phases(
     rollout = config.actor_rollout_ref.rollout
     kept = ASLEEP + GRAPHS * (not rollout.enforce_eager) if plan.rollout_name == "vllm" else 0
     whole = policy.exported * DTYPE_BYTES[plan.sync_dtype]
-    bucket = min(plan.weights.bucket_bytes(plan.device, rollout.sync_bucket_mb), whole)
+    bucket = plan.weights.bucket_bytes(plan.device, rollout.sync_bucket_mb)
+    largest = policy.largest * DTYPE_BYTES[plan.sync_dtype]
+    bucket = min(max(bucket, largest), whole)  # a larger weight is a bucket of its own
     hashing = HASHED * min(policy.largest, fingerprint.CUDA_CHUNK)
 
     def phase(name: str, engine: int, **held: int) -> Phase:
@@ -433,8 +435,8 @@ def _phases(
         loading = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
         engine = loading if sleeps else awake
         if plan.weights.uses("cuda_ipc"):
-            # The engine copies from two buckets on the same GPU while the trainer gathers.
-            streamed = engine + min(2 * bucket, whole) + hashing
+            # The engine copies each weight out of two buckets while the trainer gathers.
+            streamed = engine + min(2 * bucket, whole) + max(largest, hashing)
             phases.append(phase("sync: stream", streamed, actor=exporting))
         else:
             phases.append(phase("sync: load", engine + max(bucket, hashing)))

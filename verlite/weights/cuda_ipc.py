@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -230,7 +231,7 @@ class BucketStream:
         opened: dict[int, tuple[int, Tensor]] = {}  # number and memory of each slot's buffer
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(self.timeout_s)
-            peer.connect(self.addresses[self.rank])
+            _connect(peer, self.addresses[self.rank])
             if _peer_uid(peer) != os.getuid():  # it took the address of a trainer that has ended
                 raise TransportError("the socket of the weights belongs to another user")
             while "end" not in (message := json.loads(_receive(peer))):
@@ -255,6 +256,21 @@ class BucketStream:
                     _send(peer, _ACKNOWLEDGED)
             opened.clear()
             _send(peer, _ACKNOWLEDGED)
+
+
+def _connect(peer: socket.socket, address: str) -> None:
+    """Connect to a publisher. Others may have filled its queue until it takes the next one."""
+    until = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return peer.connect(address)
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                message = f"the trainer took no connection within {JOIN_S:g} s"
+                raise TransportError(message) from error
+            time.sleep(0.05)
+        except OSError as error:
+            raise TransportError(f"the other side of a weight sync is gone: {error}") from error
 
 
 def _peer_uid(peer: socket.socket) -> int:
