@@ -58,9 +58,9 @@ class Inference(OnCpu, InferenceWorker):
     """An inference worker without Ray."""
 
 
-def plan(actor, rollout, transport="auto", inference=()):
+def plan(actor, rollout, transport="auto", inference=(), device="cuda"):
     """Return the part of a plan that a weight sync reads: two devices a node."""
-    routes = weight_routes(actor, rollout, 1, 2, "cuda", transport, inference)
+    routes = weight_routes(actor, rollout, 1, 2, device, transport, inference)
     placement = {"actor": actor, "rollout": rollout} | (
         {"inference": inference} if inference else {}
     )
@@ -201,6 +201,7 @@ PLACES = {
     "another node": ([0, 1], [2, 3], "auto"),
     "both": ([0, 1], [1, 2], "auto"),
     "the same device": ([0, 1], [0, 1], "cuda_ipc"),
+    "CPUs, both": ([0, 1], [1, 2], "auto", (), "cpu"),
     "a folder": ([0, 1], [2, 4], "files"),
     "broadcast": ([0, 1], [0, 2, 3], "collective"),
 }
@@ -268,6 +269,7 @@ WITH_INFERENCE = {
     "one node": ([0], [1], "auto", [0, 1]),
     "inference on another node": ([0, 1], [0, 1], "auto", [2, 3]),
     "inference beside remote engines": ([0], [2, 4], "auto", [3, 5, 6]),
+    "CPUs": ([0, 1], [0, 2], "auto", [1, 3], "cpu"),
     "cuda_ipc for engines": ([0, 1], [0, 1], "cuda_ipc", [1, 2]),
     "a folder": ([0, 1], [2], "files", [4]),
 }
