@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import zlib
 from types import ModuleType
 
 import pytest
@@ -18,7 +19,7 @@ from verlite.algorithms.kl import kl_estimate
 from verlite.algorithms.losses import PolicyLossInputs, policy_loss
 from verlite.config.plan import installed
 from verlite.envs import factory, openenv
-from verlite.importing import SignalExit, import_module
+from verlite.importing import OwnCodeError, SignalExit, import_module
 from verlite.rewards import routing
 from verlite.spec import catalog
 from verlite.spec.roles import EnvSpec
@@ -268,7 +269,7 @@ def test_loss_function_equals_loss_name():
             "no_such_package.mine cannot be loaded: ModuleNotFoundError: No module named",
         ),
         ("tests.test_catalog:nothing", "tests.test_catalog has no function or class 'nothing'"),
-        ("tests.test_catalog:__name__", "tests.test_catalog has no function or class '__name__'"),
+        ("tests.test_catalog:__name__", "__name__ is of type str, not a function or class"),
     ],
 )
 def test_unknown_name_is_reported(name, words):
@@ -277,11 +278,39 @@ def test_unknown_name_is_reported(name, words):
     assert words in str(error.value)
 
 
-def test_failing_import_names_the_module(tmp_path, monkeypatch):
-    (tmp_path / "fails_on_import.py").write_text("1 / 0\n")
+REMEDY = "; it must be on the Python path of every worker"
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "words"),
+    [
+        ("f = 1\n1 / 0", "f", " cannot be loaded: ZeroDivisionError: division by zero (FILE:2)"),
+        ("\nimport no_such", "f", " cannot be loaded: ModuleNotFoundError: "
+         "No module named 'no_such' (FILE:2)"),
+        ("f = len", "g", " has no function or class 'g'"),
+        ("f = 1", "f", ":f is of type int, not a function or class"),
+        (None, "f", " cannot be loaded: ModuleNotFoundError: No module named 'MODULE'" + REMEDY),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_users_module(tmp_path, monkeypatch, code, name, words):
+    """The whole message: the line is the user's, and the path is to blame only if it is."""
+    module = f"own_{zlib.crc32(repr((code, name)).encode())}"
+    file = tmp_path / f"{module}.py"
+    if code is not None:
+        file.write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="fails_on_import cannot be loaded: ZeroDivisionError"):
-        catalog.resolve("fails_on_import:f", catalog.ESTIMATORS, "estimator")
+    with pytest.raises(ValueError) as error:
+        catalog.resolve(f"{module}:{name}", catalog.ESTIMATORS, "estimator")
+    words = words.replace("FILE", str(file)).replace("MODULE", module)
+    assert str(error.value) == f"estimator '{module}:{name}': {module}{words}"
+
+
+def test_a_users_file_that_is_missing_or_broken_is_named_without_a_line_of_the_importer(tmp_path):
+    with pytest.raises(OwnCodeError, match=r"mine.py cannot be loaded: FileNotFoundError: [^(]*$"):
+        import_module(str(tmp_path / "mine.py"))
+    (tmp_path / "mine.py").write_text("import no_such")
+    with pytest.raises(OwnCodeError, match=r"named 'no_such' \(\S+mine.py:1\)$"):
+        import_module(str(tmp_path / "mine.py"))
 
 
 @pytest.mark.parametrize(

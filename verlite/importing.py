@@ -21,6 +21,8 @@ CODE_ERRORS = (Exception, SystemExit)
 or from a signal that stops the run. In workers let SignalExit pass, too."""
 
 
+_IMPORTERS = (__file__, importlib.__file__)
+"""Files whose lines say nothing about an error of the code that they import."""
 VERL_VARIABLE = "VERLITE_VERL_COMPAT"
 """If this environment variable is 1, `verlite.compat` takes the place of a verl that is missing."""
 VERL_HINT = (
@@ -80,19 +82,28 @@ def import_module(place: str) -> ModuleType:
     except SignalExit:
         raise
     except CODE_ERRORS as error:
-        raise OwnCodeError(f"{place} cannot be loaded: {text_of(error)}") from error
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError) and not verl_hint(error):
+            # Its own name or that of its package, not that of a module which it imports.
+            if f"{place}.".startswith(f"{error.name}."):
+                remedy = "; it must be on the Python path of every worker"
+        raise OwnCodeError(f"{place} cannot be loaded: {text_of(error)}{remedy}") from error
 
 
 def find(place: str, name: str) -> Any:
     """Return a function or class of a file or module.
 
     Raises:
-        OwnCodeError: it cannot be imported, or does not define the name.
+        OwnCodeError: it cannot be imported, does not define the name, or it is something else.
     """
     module = import_module(place)
-    if not callable(getattr(module, name, None)):
+    if not hasattr(module, name):
         raise OwnCodeError(f"{place} has no function or class {name!r}")
-    return getattr(module, name)
+    found = getattr(module, name)
+    if not callable(found):
+        what = type(found).__name__
+        raise OwnCodeError(f"{place}:{name} is of type {what}, not a function or class")
+    return found
 
 
 def offer_verl() -> None:
@@ -109,9 +120,14 @@ def offer_verl() -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return type and message of an error, and the line that raised it."""
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({line.filename}:{line.lineno}){verl_hint(error)}"
+    """Return type and message of an error, and the line that raised it, if it is of a file that was
+    imported."""
+    lines = [
+        f" ({line.filename}:{line.lineno})"
+        for line in traceback.extract_tb(error.__traceback__)
+        if not line.filename.startswith("<frozen") and line.filename not in _IMPORTERS
+    ]
+    return f"{type(error).__name__}: {error}{lines[-1] if lines else ''}{verl_hint(error)}"
 
 
 def verl_hint(error: BaseException | None) -> str:

@@ -404,7 +404,4 @@ def _loop(file: str, name: str | None) -> tuple[type[Any], dict[str, Any]]:
     try:
         return find(module, attribute), entry
     except OwnCodeError as error:
-        raise ValueError(
-            f"{where}: the loop {name} has _target_: {target}: {error}. Its module must be on the "
-            "Python path of every worker"
-        ) from error
+        raise ValueError(f"{where}: the loop {name} has _target_: {target}: {error}") from error

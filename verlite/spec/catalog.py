@@ -261,8 +261,8 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
         kind: what is looked up, for error messages, such as "advantage estimator".
 
     Raises:
-        ValueError: the name is unknown (the message has the nearest known names), its module cannot
-        be imported or does not define it, or it is not callable.
+        ValueError: the name is unknown (the message has the nearest known names),
+        its module cannot be imported or does not define it, or it is not callable.
     """
     if name in table:
         entry = table[name]
@@ -278,6 +278,4 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
     try:
         return find(module, attribute)
     except OwnCodeError as error:
-        raise ValueError(
-            f"{kind} {name!r}: {error}; it must be on the Python path of every worker"
-        ) from error
+        raise ValueError(f"{kind} {name!r}: {error}") from error
