@@ -270,6 +270,12 @@ def test_loss_function_equals_loss_name():
         ),
         ("tests.test_catalog:nothing", "tests.test_catalog has no function or class 'nothing'"),
         ("tests.test_catalog:__name__", "__name__ is of type str, not a function or class"),
+        (
+            "tests/mine.py:f",
+            "estimator 'tests/mine.py:f' names a file, but must name a module, package.module:name."
+            " Write mine:f, and put the file's folder on the Python path of every worker",
+        ),
+        ("mine.py:f", "names a file, but must name a module, package.module:name. Write mine:f"),
     ],
 )
 def test_unknown_name_is_reported(name, words):

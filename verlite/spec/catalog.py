@@ -12,9 +12,10 @@ import difflib
 import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
-from verlite.importing import OwnCodeError, find
+from verlite.importing import OwnCodeError, find, names_a_file
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
         kind: what is looked up, for error messages, such as "advantage estimator".
 
     Raises:
-        ValueError: the name is unknown (the message has the nearest known names),
+        ValueError: the name is unknown (the message has the nearest known names) or names a file,
         its module cannot be imported or does not define it, or it is not callable.
     """
     if name in table:
@@ -274,6 +275,12 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
         raise ValueError(
             f"unknown {kind} {name!r}: {hint}known: {', '.join(sorted(table))}; "
             "your own: package.module:name"
+        )
+    if names_a_file(module):
+        raise ValueError(
+            f"{kind} {name!r} names a file, but must name a module, package.module:name. Write "
+            f"{PurePath(module).stem}:{attribute}, and put the file's folder on the Python path of "
+            "every worker"
         )
     try:
         return find(module, attribute)
