@@ -68,6 +68,33 @@ def test_equals_naive_softmax(kv_heads: int, window: int | None) -> None:
         torch.testing.assert_close(actual, correct)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_short_sequences_that_share_a_call_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    lengths = (33, 7, 33, 200, 7, 33, 200)
+    query, key, value, direction = (
+        torch.randn(1, heads, sum(lengths), 32, dtype=dtype, requires_grad=True)
+        for heads in (4, 2, 2, 4)
+    )
+    sequences = Sequences(lengths, torch.tensor([0, *lengths]).cumsum(0).int())
+    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "sequences": sequences}
+    counted, found = [], []
+    one_call = attention.causal_attention
+    monkeypatch.setattr(
+        attention, "causal_attention", lambda *args: counted.append(len(args[0])) or one_call(*args)
+    )
+    for short in (attention._SHORT, 0):
+        monkeypatch.setattr(attention, "_SHORT", short)
+        out, _ = packed_attention(nn.Module(), query, key, value, None, **options)
+        loss = (out.transpose(1, 2) * direction).sum()
+        found.append([out, *torch.autograd.grad(loss, (query, key, value))])
+    assert counted == [3, 2, 2] + [1] * 7
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_tree_attends_along_its_paths(window: int | None) -> None:
     """A prompt of 4 tokens, an answer of 3 that two answers of 1 and 2 leave after its first token,
