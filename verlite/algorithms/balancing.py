@@ -192,8 +192,8 @@ def micro_batches_of_tree(
 
     Trees (samples that share a prefix) are packed whole as by `micro_batches_by_tokens`; of those
     that are too large, each sample by itself. Or all samples are divided into runs of neighbors,
-    which are packed. The way with the fewest micro-batches wins, then the one with the fewest
-    tokens.
+    which are packed. The way that best fit packs into the fewest micro-batches wins, then the one
+    with the fewest tokens.
 
     Args:
         lengths: tokens of each sample, sorted by `prefix_tree.sort_by_prefix`.
