@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from verlite.trainer.detectors import (
     DETECTORS,
     STEP_TIME,
     TOOL_TIME,
+    USED,
     Detectors,
     ignored,
     waiting,
@@ -339,6 +341,48 @@ def test_a_step_costs_the_same_late_in_a_run():
 def test_missing_and_null_metrics_are_no_trouble():
     assert run([{}] * 20) == []
     assert run([dict.fromkeys(HEALTHY)] * 20) == []
+
+
+def test_a_detectors_own_mistake_is_no_missing_metric(monkeypatch):
+    monkeypatch.setitem(DETECTORS, "kl", lambda now, before, limit: str({}[limit]))
+    with pytest.raises(KeyError):
+        run(healthy(1))
+
+
+class Read(dict[str, float]):
+    """The metrics of a step, and the names that were asked for."""
+
+    def __init__(self, metrics: dict[str, float], names: set[str]) -> None:
+        super().__init__(metrics)
+        self.names = names
+
+    def __getitem__(self, name: str) -> float:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+
+def test_every_metric_that_detectors_read_is_on_the_page_of_metrics():
+    """A name that no run has would turn its detector off."""
+    limits, names = DetectConfig(), set[str]()
+    steps = [Read({**HEALTHY, VAL: 0.4}, names) for _ in range(25)]
+    for name, detector in DETECTORS.items():
+        for change in ({}, *TROUBLE[name]):
+            detector(Read({**HEALTHY, VAL: 0.4, **change}, names), steps, getattr(limits, name))
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    known = {VAL, "perf/straggler/rollout"}  # of a data source, and of a role
+    for name in re.findall(r"`([^`\s]+/[^`\s]+)`", page):
+        begin, brace, rest = name.partition("{")
+        inside, _, end = rest.partition("}")
+        known |= {begin + part + end for part in inside.split(",")} if brace else {name}
+    assert names - known == USED - names == set()
 
 
 @pytest.mark.parametrize("patience", [1, 5])

@@ -19,7 +19,7 @@ from verlite.config.schema import DetectConfig
 Metrics = Mapping[str, float]
 Detector = Callable[[Metrics, Sequence[Metrics], float], str | None]
 """(metrics of the step, those of earlier steps in order, threshold) -> text, None if all is well.
-KeyError: the run does not have a metric. A threshold of None turns a detector off."""
+Missing: the run does not have a metric. A threshold of None turns a detector off."""
 
 WARNINGS = "warnings.jsonl"
 """File of the run directory with one warning a line."""
@@ -35,6 +35,17 @@ ENDS = 5
 """Steps at both ends of the window whose medians are compared."""
 NOISE = 6
 """A fall of the held-out score is at least as many standard deviations of such a mean."""
+
+
+class Missing(Exception):
+    """A step does not have a metric, or too few steps have it."""
+
+
+class _Step(dict[str, float]):
+    """The metrics of a step. Raises Missing, so that a KeyError is a detector's own mistake."""
+
+    def __missing__(self, name: str) -> float:
+        raise Missing(name)
 
 
 @dataclass(frozen=True)
@@ -87,15 +98,15 @@ class Detectors:
         due = []
         self._steps += 1
         # metrics.jsonl has null for NaN, and a resumed run must decide as the run before did.
-        now = {
-            name: value
+        now = _Step(
+            (name, value)
             for name, value in metrics.items()
             if value is not None and math.isfinite(value) and name not in self._ignored
-        }
+        )
         if self._limits.enable:
             for name, detector in DETECTORS.items():
                 limit, text = getattr(self._limits, name), None
-                with suppress(KeyError):
+                with suppress(Missing):
                     text = None if limit is None else detector(now, self._history, limit)
                 patience = self._limits.patience
                 if last and name == "no_signal":
@@ -542,10 +553,10 @@ DETECTORS: dict[str, Detector] = {
 
 
 def _start(before: Sequence[Metrics], key: str) -> float:
-    """Return the median of the first steps. Raises KeyError until there are enough."""
+    """Return the median of the first steps. Raises Missing until there are enough."""
     values = [step[key] for step in before[:START] if key in step]
     if len(values) < START // 2:
-        raise KeyError(key)
+        raise Missing(key)
     return statistics.median(values)
 
 
