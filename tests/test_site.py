@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 from verlite.config.commands import PPO
 
@@ -37,6 +38,18 @@ def test_a_warning_fails_the_gate(tmp_path: Path, page: str, code: int, warning:
     )
     assert done.returncode == code, done.stderr
     assert warning in done.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_links_of_pages_outside_the_site_have_a_target(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", (ROOT / page).read_text())
+    assert links
+    for path, anchor in links:
+        target = ROOT / (path or page)
+        assert target.exists(), path
+        if anchor:
+            headings = re.findall(r"^#+ (.+)", target.read_text(), re.MULTILINE)
+            assert anchor in [slugify(heading, "-") for heading in headings], (path, anchor)
 
 
 def test_the_keys_of_the_page_of_knobs_exist() -> None:
