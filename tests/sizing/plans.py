@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+from tests.config.conftest import write_prompts
 from tests.config.test_guides import arguments
 from tests.sizing.conftest import config_folder
 
@@ -19,18 +20,25 @@ SMALL = {
     "hidden_size": 1536,
     "intermediate_size": 8960,
     "num_attention_heads": 12,
+    "num_key_value_heads": 2,
     "vocab_size": 151936,
 }
+"""DeepSeek-R1-Distill-Qwen-1.5B: Qwen2.5-1.5B with an output head of its own."""
+
+AS_TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "0", "COLUMNS": "100", "NO_COLOR": "1"}
+"""What makes rich print tables of this width into a pipe."""
 
 
 def command(name: str, folder: Path) -> list[str]:
     """Return the arguments of `verlite plan` of a command of the page, and write its model."""
     if name.startswith("recipes/math"):
-        small = config_folder(folder / "models/Qwen2.5-1.5B", "qwen2.5-7b", **SMALL)
+        small = config_folder(folder / "models/R1-Distill-Qwen-1.5B", "qwen2.5-7b", **SMALL)
         config = name.split("/")[-1]
         path = f"actor_rollout_ref.model.path={small.relative_to(folder)}"
         return ["--config-path", str(ROOT / "recipes/math/config"), "--config-name", config, path]
     model = config_folder(folder / "models/Qwen2.5-7B", "qwen2.5-7b").relative_to(folder)
+    for data in ("train.parquet", "test.parquet"):
+        write_prompts(folder / data, 1024)
     given = arguments(name, SimpleNamespace(folder=folder), 2, 8)
     changes = {
         "actor_rollout_ref.model.path": model,
@@ -46,12 +54,13 @@ def printed(name: str) -> str:
         line = ["plan", "--devices", "8xH100-80GB", "--no-cache", *command(name, folder)]
         done = subprocess.run(
             [sys.executable, "-m", "verlite", *line],
-            cwd=folder, env=os.environ | {"COLUMNS": "100", "PYTHONPATH": str(ROOT)},
+            cwd=folder, env=os.environ | AS_TERMINAL | {"PYTHONPATH": str(ROOT)},
             capture_output=True, text=True,
         )  # fmt: skip
         if not done.stdout:
             raise SystemExit(done.stderr)
-        return re.sub(r"[ \t]+\n", "\n", done.stdout).replace(f"{folder}/", "")
+        plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
+        return re.sub(r"[ \t]+\n", "\n", plain).replace(f"{folder}/", "")
 
 
 def shown(text: str, beginnings: str) -> str:
