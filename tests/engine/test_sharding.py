@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.attention import varlen
+from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
@@ -184,30 +185,39 @@ def passes(subject: Any, rows: list[int], size: int, adapters: bool) -> list[Any
 COMPILED = {
     "trees": programs.LORA,
     "flat, adapters": programs.LORA | {"share_prefixes": False},
+    "flat": {"share_prefixes": False},
     "flat, all kept": {"share_prefixes": False, "enable_gradient_checkpointing": False},
 }
 
-GRAPHS = {"trees": 21, "flat, adapters": 6, "flat, all kept": 4}
+
+@pytest.fixture
+def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Flat rows take torch's operator for GPUs, computed on the CPU."""
+    monkeypatch.setattr(attention, "_fits_varlen_kernel", lambda query, value: True)
+    with _scoped_library("torch_attn", "IMPL") as library:
+        library.impl("_varlen_attn", lambda *args: cpu_kernels._varlen(*args), "CPU")
+        library.impl(
+            "_varlen_attn_backward", lambda *args: cpu_kernels._varlen_backward(*args), "CPU"
+        )
+        yield
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.process
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled_layers_equal_eager_and_compile_once(
-    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch, case: str
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The first two batches compile all graphs, which both layers share; 50 others, with other
-    lengths and numbers of rows, compile none.
+    """The first two batches compile all graphs, which all layers share: three have as many as two.
+    50 other batches, with other lengths and numbers of rows, compile none.
 
     Graphs are run as Dynamo traced them. Generating code for them, or tracing their backward passes
-    ahead of time, would test torch instead of the engine. Flat rows take torch's operator for GPUs,
-    computed on the CPU, which is a part of each layer's graph.
+    ahead of time, would test torch instead of the engine.
     """
     options: dict[str, Any] = COMPILED[case]
     adapters = "lora_rank" in options
     if case != "trees":
-        varlen_on_cpu()
-        monkeypatch.setattr(attention, "_fits_varlen_kernel", lambda query, value: True)
+        request.getfixturevalue("varlen_on_cpu")
     compile_, variables = torch.compile, []
 
     def as_traced(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -215,34 +225,29 @@ def test_compiled_layers_equal_eager_and_compile_once(
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda layer: compile_(layer, backend=as_traced))
-    torch._dynamo.reset()
-    counters.clear()
-    compiled, eager = (
-        engine(tiny_qwen2, train=True, lr=0.0, grad_clip=math.inf, use_torch_compile=on, **options)
-        for on in (True, False)
-    )
-    caught = [programs.catch_gradients(subject) for subject in (compiled, eager)]
     graphs = []
-    for rows, size in ([0, 1, 2, 3, 4, 5, 6, 7], 3), ([5, 6], 2), ([3, 2, 1], 1), ([7, 0, 1, 5], 4):
-        one, other = (passes(subject, rows, size, adapters) for subject in (compiled, eager))
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(dict(caught[0]), dict(caught[1]), rtol=1e-5, atol=1e-5)
-        graphs.append(counters["stats"]["unique_graphs"])
+    for layers in (3, 2):
+        path = tiny_model(tmp_path / str(layers), "qwen2", num_hidden_layers=layers)
+        torch._dynamo.reset()
+        counters.clear()
+        variables.clear()
+        compiled, eager = (
+            engine(path, train=True, lr=0.0, grad_clip=math.inf, use_torch_compile=on, **options)
+            for on in (True, False)
+        )
+        caught = [programs.catch_gradients(subject) for subject in (compiled, eager)]
+        for rows, size in ([0, 1, 2, 3, 4, 5, 6, 7], 3), ([5, 6], 2):
+            one, other = (passes(subject, rows, size, adapters) for subject in (compiled, eager))
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(dict(caught[0]), dict(caught[1]), rtol=1e-5, atol=1e-5)
+        graphs.append(len(variables))
     draw = torch.Generator().manual_seed(0)
     for _ in range(50):
         rows = torch.randperm(8, generator=draw)[: int(torch.randint(2, 9, (), generator=draw))]
         passes(compiled, rows.tolist(), int(torch.randint(1, 5, (), generator=draw)), adapters)
-    assert len(variables) == graphs[1] == GRAPHS[case]
+    assert graphs == [len(variables)] * 2
     assert bool(counters["graph_break"]) == (case == "trees")
     assert max(variables) == (2 if case == "trees" else 4)  # tokens, sequences, the longest
-
-
-@functools.cache
-def varlen_on_cpu() -> None:
-    """Give torch's variable-length attention a kernel on the CPU, for the rest of the process."""
-    varlen._varlen_attn.register_kernel("cpu")(lambda *args: cpu_kernels._varlen(*args))
-    backward = varlen._varlen_attn_backward.register_kernel("cpu")
-    backward(lambda *args: cpu_kernels._varlen_backward(*args))
 
 
 def test_the_check_of_the_gpu_is_a_constant_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +258,11 @@ def test_the_check_of_the_gpu_is_a_constant_of_the_graph(monkeypatch: pytest.Mon
     cuda = SimpleNamespace(is_available=untraceable, get_device_capability=lambda device: (9, 0))
     fake = SimpleNamespace(cuda=cuda, version=SimpleNamespace(hip=None))
     monkeypatch.setattr(attention, "torch", fake)
-    attention._has_varlen_kernel.cache_clear()
+    check = attention._has_varlen_kernel.__wrapped__
+    monkeypatch.setattr(attention, "_has_varlen_kernel", functools.cache(check))
 
     def halved_if_there(x: torch.Tensor) -> torch.Tensor:
         return x / 2 if attention._has_varlen_kernel(x.device) else x
 
     compiled = torch.compile(halved_if_there, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [0.5, 0.5]
-    attention._has_varlen_kernel.cache_clear()
