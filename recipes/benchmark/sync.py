@@ -30,6 +30,7 @@ from workload import BUILD, model_of, w128
 from verlite.engine.fsdp import TrainEngine
 from verlite.rollout.batched import BatchedEngine, build_engine
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec
+from verlite.spec.weight_routes import CPU_STREAM_BYTES
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import WeightReceiver, WeightSender
 from verlite.weights.cuda_ipc import BucketStream, Publisher
@@ -207,6 +208,8 @@ def measure(name: str, engine: str, transports: list[str], rounds: int) -> dict[
     for version in count():
         transport = transports[version % len(transports)]
         bucket_bytes = rollout.sync_bucket_mb << 20
+        if transport == "cuda_ipc":
+            bucket_bytes = min(bucket_bytes, CPU_STREAM_BYTES)
         one = sync(trainer, built, version, bucket_bytes, torch.float32, made[transport])
         one |= {"copy": seconds(copy), "fresh": seconds(copy.fresh)}
         syncs[transport].append(one)
@@ -215,7 +218,7 @@ def measure(name: str, engine: str, transports: list[str], rounds: int) -> dict[
     built.close()
     shutil.rmtree(BUILD / "weights", ignore_errors=True)  # of the transport files
     return {
-        f"{name}, {engine}" + (f", {transport}" if transport != "shared_memory" else ""): medians(
+        f"{name}, {engine}" + (f", {transport}" if transport != "cuda_ipc" else ""): medians(
             found[1:]
         )
         for transport, found in syncs.items()
