@@ -295,9 +295,10 @@ def _per_sequence(
 ) -> Tensor:
     """Attention by one call per sequence; short ones of equal lengths have one together.
 
-    Sharing a call changes no bit on a CPU. GPUs without the varlen kernel (float32, AMD) may round
-    otherwise. On a CPU this is never slower than padded blocks of sequences, and 4x faster if
-    lengths differ much. `split` instead of slices: its backward pass writes each gradient once.
+    Sharing a call changes no bit on one thread of a CPU. Several threads, and GPUs without the
+    varlen kernel (float32, AMD), may round otherwise. On a CPU this is never slower than padded
+    blocks of sequences, and 4x faster if lengths differ much. `split` instead of slices: its
+    backward pass writes each gradient once.
     """
     lengths = (sequences.paths or sequences).lengths
     parts = query.split(sequences.lengths, 2), key.split(lengths, 2), value.split(lengths, 2)
