@@ -41,8 +41,8 @@ from verlite.rollout.batched import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Trajectory, WeightSyncError
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec, OptimSpec
-from verlite.weights.cuda_ipc import BucketStream, Publisher
 from verlite.weights.fingerprint import fingerprint, tensor_fingerprint
+from verlite.weights.ipc import BucketStream, Publisher
 from verlite.weights.transport import publish
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -976,7 +976,7 @@ def ipc(check: Checks) -> None:
         check("elements not seen that the other process wrote", 0, written)
 
         held = used_mib(check.device) if check.is_cuda else 0.0
-        check("transport cuda_ipc, weights that differ", 0, lambda: streamed(check, sent, answers))
+        check("transport ipc, weights that differ", 0, lambda: streamed(check, sent, answers))
 
         def left() -> float:
             check.need_cuda()
@@ -992,9 +992,9 @@ def ipc(check: Checks) -> None:
             finally:
                 configure("expandable_segments:False")
 
-        name = "transport cuda_ipc with expandable segments, weights that differ"
+        name = "transport ipc with expandable segments, weights that differ"
         check(name, 0, expandable)
-        check("transport cuda_ipc, MiB left on the device", 2, left)
+        check("transport ipc, MiB left on the device", 2, left)
     finally:
         sent.put(None)
         process.join(10)

@@ -2,7 +2,7 @@
 transport, compared with one plain copy of the same bytes.
 
 python recipes/benchmark/sync.py [--rounds 5] [--models w25 w128] [--engines hf vllm]
-    [--transports shared_memory collective files cuda_ipc]
+    [--transports shared_memory collective files ipc]
 
 Runs in one process with the workers' calls. The parts add up to the whole sync, except for the
 engine's wake-up, which does not exist on CPUs.
@@ -33,9 +33,9 @@ from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec
 from verlite.spec.weight_routes import CPU_STREAM_BYTES
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import WeightReceiver, WeightSender
-from verlite.weights.cuda_ipc import BucketStream, Publisher
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import sum_of_hashes
+from verlite.weights.ipc import BucketStream, Publisher
 from verlite.weights.probe import probe_limit
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
@@ -123,7 +123,7 @@ class Files(SharedMemory):
         """Nothing: `publish` removes old versions."""
 
 
-class CudaIpc(SharedMemory):
+class Ipc(SharedMemory):
     """Two buffers, which the engine reads while a thread of the trainer fills them."""
 
     def publish(self, weights: Named, bucket_bytes: int, version: int) -> None:
@@ -142,7 +142,7 @@ TRANSPORTS = {
     "shared_memory": SharedMemory,
     "collective": Collective,
     "files": Files,
-    "cuda_ipc": CudaIpc,
+    "ipc": Ipc,
 }
 
 
@@ -208,7 +208,7 @@ def measure(name: str, engine: str, transports: list[str], rounds: int) -> dict[
     for version in count():
         transport = transports[version % len(transports)]
         bucket_bytes = rollout.sync_bucket_mb << 20
-        if transport == "cuda_ipc":
+        if transport == "ipc":
             bucket_bytes = min(bucket_bytes, CPU_STREAM_BYTES)
         one = sync(trainer, built, version, bucket_bytes, torch.float32, made[transport])
         one |= {"copy": seconds(copy), "fresh": seconds(copy.fresh)}
@@ -218,9 +218,7 @@ def measure(name: str, engine: str, transports: list[str], rounds: int) -> dict[
     built.close()
     shutil.rmtree(BUILD / "weights", ignore_errors=True)  # of the transport files
     return {
-        f"{name}, {engine}" + (f", {transport}" if transport != "cuda_ipc" else ""): medians(
-            found[1:]
-        )
+        f"{name}, {engine}" + (f", {transport}" if transport != "ipc" else ""): medians(found[1:])
         for transport, found in syncs.items()
     }
 

@@ -145,7 +145,7 @@ LINES = [
         ),
     ),
     (
-        f"{TRANSPORT}=cuda_ipc {PLACEMENT}={{actor:0-15,rollout:12-31}}",
+        f"{TRANSPORT}=ipc {PLACEMENT}={{actor:0-15,rollout:12-31}}",
         (TRANSPORT, "device 16 has an engine but no actor rank"),
     ),
 ]

@@ -29,7 +29,7 @@ CPU_TESTS = [
     ).split()
 ]
 WORDS = re.compile(
-    r"cuda|nvml|\bhip\b|rocm|device\.type|device_kind|placement\.kind|capability|has_own_memory"
+    r"cuda|'ipc'|nvml|\bhip\b|rocm|device\.type|device_kind|placement\.kind|capability|has_own_memory"
     r"|visible_gpus|_flash_fits|\bGPU\b"
 )
 

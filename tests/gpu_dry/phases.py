@@ -119,7 +119,7 @@ BASE = (
 SHAPES = {
     "GRPO, KL loss, all weights": ("actor_rollout_ref.actor.use_kl_loss=true",),
     "GRPO, LoRA of rank 8": ("actor_rollout_ref.model.lora_rank=8",),
-    "PPO, critic, two ranks, the actor offloads, `cuda_ipc`": (
+    "PPO, critic, two ranks, the actor offloads, `ipc`": (
         "algorithm.adv_estimator=gae",
         "data.train_batch_size=16",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -127,7 +127,7 @@ SHAPES = {
         "actor_rollout_ref.model.share_prefixes=false",
         "actor_rollout_ref.actor.fsdp_config.param_offload=true",
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
-        "actor_rollout_ref.rollout.weight_transport=cuda_ipc",
+        "actor_rollout_ref.rollout.weight_transport=ipc",
         "actor_rollout_ref.rollout.sync_bucket_mb=4",
         "critic.model.share_prefixes=false",
         "critic.ppo_micro_batch_size_per_gpu=4",

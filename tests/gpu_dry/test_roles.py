@@ -20,7 +20,7 @@ from verlite.rollout.engines import hf
 from verlite.rollout.types import Sampling
 from verlite.sizing.devices import Devices, choose_devices
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec
-from verlite.weights import cuda_ipc
+from verlite.weights import ipc
 from verlite.weights.fingerprint import fingerprint, settle, sum_of_hashes
 
 GPU = torch.device("cuda", 0)
@@ -65,9 +65,9 @@ def test_what_is_automatic_is_a_gpus(tiny_qwen2: str) -> None:
 
 
 def test_settings_of_the_allocator_are_read_in_older_versions_of_torch(monkeypatch: Any) -> None:
-    newer = cuda_ipc._allocator_settings()
+    newer = ipc._allocator_settings()
     monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
-    assert cuda_ipc._allocator_settings() == newer
+    assert ipc._allocator_settings() == newer
 
 
 def test_fingerprints_equal_the_cpu() -> None:
@@ -120,13 +120,13 @@ print(json.dumps([seen.count("cuMemMap") > 0, seen.count("cudaMalloc") > 0]))
 
 
 def test_a_worker_uses_the_gpu_that_ray_has_given_it() -> None:
-    """Its own number 0, whatever the machine's: memory, and the id that cuda_ipc compares."""
+    """Its own number 0, whatever the machine's: memory, and the id that ipc compares."""
     code = """
 import json, torch
 from types import SimpleNamespace
 from tests.gpu_dry import gpu
 from verlite.controller.worker import Worker
-from verlite.weights.cuda_ipc import gpu_uuid
+from verlite.weights.ipc import gpu_uuid
 worker = SimpleNamespace(_spec=SimpleNamespace(device_kind="cuda"))
 device = Worker.device.fget(worker)
 torch.empty(1 << 20, device=device)

@@ -45,7 +45,7 @@ def strict(monkeypatch: Any) -> None:
 
 
 def test_two_gpus_equal_the_cpu(tiny_qwen2: str, tmp_path: Path) -> None:
-    """FSDP2 and two engines of hf, weights by shared memory, a checkpoint; resumed, by cuda_ipc."""
+    """FSDP2 and two engines of hf, weights by shared memory, a checkpoint; resumed, by ipc."""
     base = [
         *digits(tmp_path, tiny_qwen2),
         *FLOAT32,
@@ -60,8 +60,8 @@ def test_two_gpus_equal_the_cpu(tiny_qwen2: str, tmp_path: Path) -> None:
     cpu = run(tmp_path, "cpu", *base, "trainer.device=cpu", two)
     base.append("trainer.device=cuda")
     run(tmp_path, "cuda", *base, f"{transport}shared_memory", "trainer.total_training_steps=1")
-    gpus = run(tmp_path, "cuda", *base, f"{transport}cuda_ipc", two)
-    assert "resumed from" in gpus.text() and "cuda_ipc" in gpus.text()
+    gpus = run(tmp_path, "cuda", *base, f"{transport}ipc", two)
+    assert "resumed from" in gpus.text() and "ipc" in gpus.text()
     assert_same(gpus, cpu)
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.gpu_dry import gpu
 from verlite.weights import TransportError
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.cuda_ipc import Publisher, SharedBuffer
+from verlite.weights.ipc import Publisher, SharedBuffer
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
 
@@ -22,7 +22,7 @@ READER = """
 import json, sys
 from tests.gpu_dry import cpu_kernels, gpu
 cpu_kernels.install()
-from verlite.weights.cuda_ipc import BucketStream
+from verlite.weights.ipc import BucketStream
 with gpu.calls() as seen:
     weights = dict(BucketStream(("\\0" + sys.argv[1],), timeout_s=30))
     sums = {name: tensor.double().sum().item() for name, tensor in weights.items()}
@@ -51,7 +51,7 @@ def test_shared_memory_waits_for_each_copy() -> None:
 
 
 @pytest.mark.parametrize("settings", ["", "max_split_size_mb:64"])
-def test_cuda_ipc(settings: str) -> None:
+def test_ipc(settings: str) -> None:
     """Two buffers are opened once, closed before they are freed, and nothing is left."""
     configure = torch._C._accelerator_setAllocatorSettings
     configure(",".join(filter(None, [settings, "expandable_segments:True"])))

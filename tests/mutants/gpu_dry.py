@@ -37,7 +37,7 @@ def _waits(tensors):
 
 
 def _frees_at_once(original, self):
-    from verlite.weights.cuda_ipc import _send
+    from verlite.weights.ipc import _send
 
     while self._unread:
         self._wait()
@@ -61,25 +61,25 @@ MUTANTS = [
     ),
     Mutant(
         "trainer and engine go on before their copies of a bucket are over",
-        "verlite.weights.cuda_ipc:torch",
+        "verlite.weights.ipc:torch",
         _without_waits,
         (WEIGHTS,),
     ),
     Mutant(
         "a trainer frees buffers that its engine has open",
-        "verlite.weights.cuda_ipc:Publisher.finish",
+        "verlite.weights.ipc:Publisher.finish",
         calls(_frees_at_once),
         (WEIGHTS,),
     ),
     Mutant(
         "an engine takes the handle of another GPU",
-        "verlite.weights.cuda_ipc:_check_gpu",
+        "verlite.weights.ipc:_check_gpu",
         does_nothing,
         (WEIGHTS,),
     ),
     Mutant(
         "settings of the allocator are lost when memory is shared",
-        "verlite.weights.cuda_ipc:_allocator_settings",
+        "verlite.weights.ipc:_allocator_settings",
         returns(""),
         (WEIGHTS,),
     ),

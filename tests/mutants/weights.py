@@ -7,7 +7,7 @@ FINGERPRINT = "tests/weights/test_fingerprint.py"
 PROBE = "tests/engine/test_probe.py"
 MEMORY = "tests/weights/test_shared_memory.py"
 COLLECTIVE = "tests/weights/test_collective.py"
-IPC = "tests/weights/test_cuda_ipc.py"
+IPC = "tests/weights/test_ipc.py"
 FILES = "tests/weights/test_files.py"
 ROUTES = "tests/spec/test_weight_routes.py"
 SYNC = "tests/workers/test_weights_and_samples.py"
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "a buffer is overwritten while the engine reads it",
-        "verlite.weights.cuda_ipc:Publisher._wait",
+        "verlite.weights.ipc:Publisher._wait",
         calls(_never_waits_for_the_engine),
         (IPC,),
     ),

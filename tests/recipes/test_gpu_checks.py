@@ -46,7 +46,7 @@ GROUPS = [
     ("fingerprints", 20, 0),
     ("training", 21, 0),
     ("trees", 7, 1),
-    ("compiled", 0, 1),
+    ("compiled", 0, 2),
     ("memory", 5, 4),
     ("plan", 0, 2),
     ("checkpoint", 6, 0),

@@ -157,7 +157,7 @@ def test_engines_that_sync_adapters_sleep_with_their_weights_in_the_host(run):
 
 def test_streaming_within_a_gpu_needs_both_models_at_once(run):
     """Weights in bfloat16, two buckets of 512 MiB or all weights, and what hashing needs."""
-    one = run(80, "actor_rollout_ref.rollout.weight_transport=cuda_ipc")
+    one = run(80, "actor_rollout_ref.rollout.weight_transport=ipc")
     assert "sync: load" not in held(one) and "sync: gather" not in held(one)
     weights, largest = 2 * one.policy.exported, one.policy.largest
     large = replace(one.policy, exported=2**30, largest=2**25)
@@ -179,7 +179,7 @@ def test_weights_are_checked_before_an_engine_wakes(run):
         found = measured(spec, passes)
         return replace(found, check=found.check + 3 * GIB)
 
-    for transport, name in (("cuda_ipc", "sync: check"), ("shared_memory", "sync: gather")):
+    for transport, name in (("ipc", "sync: check"), ("shared_memory", "sync: gather")):
         one = run(80, f"actor_rollout_ref.rollout.weight_transport={transport}")
         memory = run_memory(one.config, one.plan, one.devices, one.policy, checking)
         phase = next(p for p in memory.groups[0].phases if p.name == name)

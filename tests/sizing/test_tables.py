@@ -91,9 +91,9 @@ def test_adapters_that_are_sent_alone_are_a_line_of_their_own(planned):
 
 
 def test_within_a_gpu_nothing_stays_in_the_host(planned):
-    config, plan = planned("tiny", "actor_rollout_ref.rollout.weight_transport=cuda_ipc")
+    config, plan = planned("tiny", "actor_rollout_ref.rollout.weight_transport=ipc")
     moved = sync_bytes(plan, model_facts(model_spec(config.actor_rollout_ref.model)))
-    assert [use.transport for use in moved.uses] == ["cuda_ipc"] and moved.host_bytes(0) == 0
+    assert [use.transport for use in moved.uses] == ["ipc"] and moved.host_bytes(0) == 0
 
 
 @pytest.mark.parametrize(

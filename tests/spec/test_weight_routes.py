@@ -32,8 +32,8 @@ def test_only_nodes_with_engines_get_a_copy():
     assert str(found) == "shared_memory to 1, collective to 1 engines"
 
 
-def test_cuda_ipc_publishes_on_every_device_of_an_engine():
-    found = routes([0, 1, 2, 3], [2, 3], per_engine=2, per_node=4, chosen="cuda_ipc")
+def test_ipc_publishes_on_every_device_of_an_engine():
+    found = routes([0, 1, 2, 3], [2, 3], per_engine=2, per_node=4, chosen="ipc")
     assert found.publishers == {2: 2, 3: 3}
     assert found.is_streaming and found.writers == found.receivers == ()
 
@@ -41,10 +41,10 @@ def test_cuda_ipc_publishes_on_every_device_of_an_engine():
 def test_processes_of_a_cpu_device_stream(monkeypatch):
     """The second engine has a device without an actor rank; the third is on another node."""
     found = routes([0, 1, 2], [0, 3, 4], per_node=4, device="cpu", inference=[1])
-    assert found.transport == ("cuda_ipc", "shared_memory", "collective", "shared_memory")
+    assert found.transport == ("ipc", "shared_memory", "collective", "shared_memory")
     assert found.publishers == {0: 0} and found.writers == (0,) and found.receivers == (2,)
     assert routes([0], [0, 1], per_engine=2, device="cpu").transport == ("shared_memory",)
-    assert routes([0, 1], [0, 1], per_engine=2, device="cpu").transport == ("cuda_ipc",)
+    assert routes([0, 1], [0, 1], per_engine=2, device="cpu").transport == ("ipc",)
     monkeypatch.setattr("sys.platform", "darwin")
     assert routes([0], [0], device="cpu").transport == ("shared_memory",), "no abstract sockets"
 
@@ -71,8 +71,8 @@ def test_inference_ranks_are_readers_after_the_engines():
 def test_a_node_of_inference_beside_the_actor_gets_a_copy_too():
     found = routes([2, 3], [0, 1], inference=[4, 5], per_node=4, chosen="auto")
     assert found.writers == (0,) and found.receivers == (2,)
-    found = routes([0, 1], [0, 1], inference=[2, 3], per_node=4, chosen="cuda_ipc")
-    assert found.transport == ("cuda_ipc", "cuda_ipc", "shared_memory", "shared_memory")
+    found = routes([0, 1], [0, 1], inference=[2, 3], per_node=4, chosen="ipc")
+    assert found.transport == ("ipc", "ipc", "shared_memory", "shared_memory")
     assert found.writers == (0,) and found.publishers == {0: 0, 1: 1}
     assert routes([0], [1], inference=[2], chosen="files").transport == ("files", "files")
 
@@ -86,11 +86,11 @@ def test_shared_memory_needs_an_actor_rank_beside_inference():
     "actor, rollout, device, chosen, why",
     [
         ([0, 1], [2, 3], "cpu", "shared_memory", "node 1 has engines but no actor rank"),
-        ([0, 1], [1, 2], "cuda", "cuda_ipc", "device 2 has an engine but no actor rank"),
+        ([0, 1], [1, 2], "cuda", "ipc", "device 2 has an engine but no actor rank"),
         ([0, 1], [0, 1], "cuda", "collective", "device 0 would be two ranks"),
         ([0, 1], [0, 1], "cpu", "collective", ""),
         ([0, 1], [1], "cuda", "collective", ""),
-        ([0, 1], [0, 1], "cuda", "cuda_ipc", ""),
+        ([0, 1], [0, 1], "cuda", "ipc", ""),
         ([0], [2, 3], "cuda", "files", ""),
         ([0], [2, 3], "cuda", "auto", ""),
     ],

@@ -298,7 +298,7 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2",
-        "actor_rollout_ref.rollout.weight_transport=cuda_ipc",
+        "actor_rollout_ref.rollout.weight_transport=ipc",
     ]
     for name, parallel in (("data_parallel", nodes), ("sequence_parallel", ulysses)):
         two = launch(tmp_path, name, base, *options, *parallel)

@@ -200,7 +200,7 @@ PLACES = {
     "one node": ([0, 1], [0, 1], "auto"),
     "another node": ([0, 1], [2, 3], "auto"),
     "both": ([0, 1], [1, 2], "auto"),
-    "the same device": ([0, 1], [0, 1], "cuda_ipc"),
+    "the same device": ([0, 1], [0, 1], "ipc"),
     "CPUs, both": ([0, 1], [1, 2], "auto", (), "cpu"),
     "a folder": ([0, 1], [2, 4], "files"),
     "broadcast": ([0, 1], [0, 2, 3], "collective"),
@@ -270,7 +270,7 @@ WITH_INFERENCE = {
     "inference on another node": ([0, 1], [0, 1], "auto", [2, 3]),
     "inference beside remote engines": ([0], [2, 4], "auto", [3, 5, 6]),
     "CPUs": ([0, 1], [0, 2], "auto", [1, 3], "cpu"),
-    "cuda_ipc for engines": ([0, 1], [0, 1], "cuda_ipc", [1, 2]),
+    "ipc for engines": ([0, 1], [0, 1], "ipc", [1, 2]),
     "a folder": ([0, 1], [2], "files", [4]),
 }
 
@@ -349,7 +349,7 @@ def test_ranks_that_only_help_to_gather_keep_nothing():
 def test_an_actor_whose_reader_dies_frees_its_device_memory(frees, monkeypatch):
     """The reader's successor needs it while it is built. The first error is raised even if that
     fails, too."""
-    (actor,) = actors(plan([0], [0], "cuda_ipc"), config())
+    (actor,) = actors(plan([0], [0], "ipc"), config())
     offer = actor.offer_weights(1, None)
     with socket.socket(socket.AF_UNIX) as reader:
         reader.connect(offer.stream)

@@ -574,9 +574,9 @@ class RolloutConfig:
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling during validation.",
         used_when=GIVEN_VALIDATION)
     weight_transport: str = key("auto",
-        "Weight sync: how engines get the weights. auto: cuda_ipc on CPUs, between processes of "
+        "Weight sync: how engines get the weights. auto: ipc on CPUs, between processes of "
         "one device; else shared_memory on nodes with an actor rank, collective on others. "
-        "shared_memory: one copy in the memory of each host. cuda_ipc: bucket by bucket from the "
+        "shared_memory: one copy in the memory of each host. ipc: bucket by bucket from the "
         "memory of the actor on the same device. collective: broadcast to one engine "
         "of each host (NCCL or gloo). files: safetensors in trainer.default_local_dir/weights, a "
         "folder that all hosts share. Servers get files, or collective (gloo, without a folder).",
@@ -593,7 +593,7 @@ class RolloutConfig:
         "with free_cache_engine the base model stays in host memory while the engine sleeps.",
         choices=("merged", "adapter"))
     sync_bucket_mb: int = key(512,
-        "Weight sync: size of one bucket in MiB. cuda_ipc on CPUs takes at most 4.", bound=">= 1")
+        "Weight sync: size of one bucket in MiB. ipc on CPUs takes at most 4.", bound=">= 1")
     max_restarts: int = key(3,
         "Times per training step that an engine whose process died (killed, crashed, out of "
         "memory) is started again within the run. It gets the current weights, and its samples "

@@ -74,7 +74,7 @@ class SyncBytes:
         return {
             "shared_memory": f"a copy of {whole} in the memory of each node",
             "collective": f"{whole} over the network to each node, kept in its memory",
-            "cuda_ipc": "bucket by bucket from the actor rank on the same device",
+            "ipc": "bucket by bucket from the actor rank on the same device",
             "files": f"{whole} written to the shared folder, read on each node",
         }[transport]
 
@@ -427,14 +427,14 @@ def _phases(
         gathered = min(whole, bucket + following) + shard * (len(plan.placement["actor"]) > 1)
         exporting = measured["actor"].parameters + optimizer + gathered
         checked = measured["actor"].check - measured["actor"].optimizer + optimizer
-        if plan.weights.uses("cuda_ipc"):
+        if plan.weights.uses("ipc"):
             phases.append(phase("sync: check", between, actor=checked))
         else:
             phases.append(phase("sync: gather", between, actor=max(checked, exporting)))
     if "rollout" in here:
         loading = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
         engine = loading if sleeps else awake
-        if plan.weights.uses("cuda_ipc"):
+        if plan.weights.uses("ipc"):
             # The engine copies each weight out of two buckets while the trainer gathers.
             streamed = engine + min(2 * bucket, whole) + max(largest, hashing)
             phases.append(phase("sync: stream", streamed, actor=exporting))

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TRANSPORTS = ("shared_memory", "cuda_ipc", "collective", "files")
+TRANSPORTS = ("shared_memory", "ipc", "collective", "files")
 
 CPU_STREAM_BYTES = 4 << 20
-"""Largest bucket of cuda_ipc on CPUs. Both buffers stay in the cache, and little memory is fresh,
+"""Largest bucket of ipc on CPUs. Both buffers stay in the cache, and little memory is fresh,
 which takes several times as long to write."""
 
 
@@ -24,7 +24,7 @@ class WeightRoutes:
     engines: number of readers that are rollout engines.
     writers: actor ranks that write their node's copy into shared memory.
     receivers: readers that receive their node's copy, in the order of their ranks in the group.
-    publishers: {device: actor rank} for the devices of cuda_ipc engines.
+    publishers: {device: actor rank} for the devices of ipc engines.
     """
 
     transport: tuple[str, ...]
@@ -53,7 +53,7 @@ class WeightRoutes:
 
         limit_mb: rollout.sync_bucket_mb.
         """
-        is_stream = device == "cpu" and set(self.transport) == {"cuda_ipc"}
+        is_stream = device == "cpu" and set(self.transport) == {"ipc"}
         return min(limit_mb << 20, CPU_STREAM_BYTES) if is_stream else limit_mb << 20
 
     def __str__(self) -> str:
@@ -86,9 +86,9 @@ def weight_routes(
         rollout: devices of the engines, `per_engine` consecutive ones each.
         per_node: devices of a node.
         device: "cpu" or "cuda".
-        chosen: rollout.weight_transport. "auto": on CPUs under Linux cuda_ipc for engines whose
+        chosen: rollout.weight_transport. "auto": on CPUs under Linux ipc for engines whose
             devices all have an actor rank; shared_memory for others on nodes with an actor rank,
-            collective on other nodes. `inference` never has cuda_ipc, which serves engines.
+            collective on other nodes. `inference` never has ipc, which serves engines.
         inference: devices of the ranks of that role.
     """
     first_rank: dict[int, int] = {}
@@ -102,17 +102,17 @@ def weight_routes(
     if chosen == "auto" and device == "cpu" and sys.platform == "linux":
         for engine in range(engines):
             if set(devices[engine]) <= set(actor):
-                transport[engine] = "cuda_ipc"
+                transport[engine] = "ipc"
     if chosen != "auto":
         transport[:engines] = [chosen] * engines
-        if chosen != "cuda_ipc":
+        if chosen != "ipc":
             transport[engines:] = [chosen] * len(inference)
     first_reader: dict[int, int] = {}
     for reader, node in enumerate(nodes):
         if transport[reader] == "collective":
             first_reader.setdefault(node, reader)
     written = sorted({n for n, t in zip(nodes, transport, strict=True) if t == "shared_memory"})
-    streamed = [d for g, t in zip(devices, transport, strict=True) if t == "cuda_ipc" for d in g]
+    streamed = [d for g, t in zip(devices, transport, strict=True) if t == "ipc" for d in g]
     rank_on = {place: rank for rank, place in enumerate(actor)}
     return WeightRoutes(
         tuple(transport),
@@ -141,7 +141,7 @@ def why_impossible(
             alone = sorted({d // per_node for d in readers} - actor_nodes)
             if alone:
                 return f"node {alone[0]} has {name} but no actor rank that could write its copy"
-    if chosen == "cuda_ipc":
+    if chosen == "ipc":
         alone = sorted(set(rollout) - set(actor))
         if alone:
             return f"device {alone[0]} has an engine but no actor rank"

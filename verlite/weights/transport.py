@@ -6,7 +6,7 @@ iterable of (name, tensor). Readers are the rollout engines and the ranks of the
 | transport | trainer | reader |
 |---|---|---|
 | shared_memory | `shared_memory.MemoryFiles` | `buckets.BucketFiles` |
-| cuda_ipc | `cuda_ipc.Publisher` | `cuda_ipc.BucketStream` |
+| ipc | `ipc.Publisher` | `ipc.BucketStream` |
 | collective | `collective.WeightSender` | `collective.WeightReceiver` |
 | files | `files.FolderWriter` | `files.read_folder` |
 
@@ -57,7 +57,7 @@ class Offer:
         own_fingerprint: of all weights as the trainer computes with them, in its compute dtype,
             with LoRA not merged; for the role `inference`. None without that role.
         rendezvous: of the transport `collective`, on rank 0.
-        stream: address of the rank's cuda_ipc publisher, on ranks that share a device with an
+        stream: address of the rank's ipc publisher, on ranks that share a device with an
             engine.
         probe: the log-prob probe of these weights, if engines are to check it.
     """

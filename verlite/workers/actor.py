@@ -23,9 +23,9 @@ from verlite.spec.catalog import BYPASS_LOSS, ESTIMATORS, LOSSES, resolve
 from verlite.spec.roles import ActorSpec, PolicyLossSpec
 from verlite.weights.buckets import TRAINED
 from verlite.weights.collective import WeightSender
-from verlite.weights.cuda_ipc import Publisher
 from verlite.weights.files import FolderWriter
 from verlite.weights.fingerprint import combine
+from verlite.weights.ipc import Publisher
 from verlite.weights.probe import Probe
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import Export, Offer, Sink, cleanup_after_failure, publish

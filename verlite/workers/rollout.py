@@ -29,7 +29,7 @@ from verlite.rollout.loop import run_loop
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Load, Sampling, Status, Task, Trajectory
 from verlite.spec.roles import RolloutSpec
-from verlite.weights.cuda_ipc import BucketStream
+from verlite.weights.ipc import BucketStream
 from verlite.weights.transport import Export, Offer
 from verlite.workers.background import Background, Waits
 from verlite.workers.running import Running, as_rows, of_row
@@ -455,7 +455,7 @@ class RolloutWorker(Worker):
     def fetch_weights(self, offers: list[Offer]) -> Export:
         """Take weights that have to be taken while the trainer publishes them.
 
-        A cuda_ipc engine loads them. With the transport collective, one reader of each node
+        A ipc engine loads them. With the transport collective, one reader of each node
         receives the node's copy.
 
         Args:
@@ -465,7 +465,7 @@ class RolloutWorker(Worker):
             The node's copy, if this engine received it.
         """
         routes = self.spec.routes
-        if self._reader.transport == "cuda_ipc":
+        if self._reader.transport == "ipc":
             ranks = [routes.publishers[device] for device in routes.devices[self.rank]]
             addresses = tuple(offers[rank].stream or "" for rank in ranks)
             self._load(BucketStream(addresses), offers[0])
@@ -486,7 +486,7 @@ class RolloutWorker(Worker):
         Returns:
             The probe's metrics; {} without a probe.
         """
-        if self._reader.transport != "cuda_ipc":  # fetch_weights has loaded those
+        if self._reader.transport != "ipc":  # fetch_weights has loaded those
             self._load(self._reader.published(offer, exports), offer)
         self.engine.wake("kv_cache")
         if offer.probe is None:

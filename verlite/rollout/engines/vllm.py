@@ -39,7 +39,7 @@ from verlite.rollout.types import Completion, EngineOptions, Sampling, after_tok
 from verlite.spec.roles import ModelSpec
 from verlite.threads import dividing
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.cuda_ipc import BucketStream
+from verlite.weights.ipc import BucketStream
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
 

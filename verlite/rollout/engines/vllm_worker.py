@@ -34,8 +34,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.fingerprint import combine, settle, sum_of_hashes, tensor_fingerprint
+from verlite.weights.ipc import BucketStream
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
 _PROBED_COLUMNS = 16  # columns of a packed weight that are read back

@@ -1,10 +1,10 @@
-"""Transport `cuda_ipc`: engine and trainer share a GPU, and the engine reads buckets from the
-trainer's memory on that GPU.
+"""Transport `ipc`: engine and trainer share a device, and the engine reads buckets from memory of
+the trainer's process.
 
-Nothing goes through the host. The trainer packs a bucket into one of two buffers and sends a handle
-of the buffer over a Unix socket; the engine copies the weights out, and acknowledges. So the
-trainer's shards, the engine's weights and two buckets are on the GPU at the same time. On a CPU the
-buffers are memory files; everything else is the same.
+The trainer packs a bucket into one of two buffers and sends a handle of the buffer over a Unix
+socket; the engine copies the weights out, and acknowledges. On a CPU the buffers are memory files.
+On a GPU they are shared by CUDA IPC, and nothing goes through the host: the trainer's shards, the
+engine's weights and two buckets are on the GPU at the same time.
 """
 
 import contextlib
@@ -308,7 +308,7 @@ def _check_gpu(publisher: str | None) -> None:
     own = gpu_uuid(torch.device("cuda", torch.cuda.current_device()))
     if own != publisher:
         raise TransportError(
-            f"the engine runs on GPU {own} and its trainer on GPU {publisher}; cuda_ipc needs one "
+            f"the engine runs on GPU {own} and its trainer on GPU {publisher}; ipc needs one "
             "GPU for both. Set actor_rollout_ref.rollout.weight_transport=shared_memory"
         )
 

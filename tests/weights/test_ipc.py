@@ -1,4 +1,4 @@
-"""The transport `cuda_ipc`. On a CPU its buffers are memory files; the protocol is the same."""
+"""The transport `ipc`. On a CPU its buffers are memory files; the protocol is the same."""
 
 import os
 import socket
@@ -13,8 +13,8 @@ import torch
 
 from tests.other_user import as_nobody
 from tests.weights.test_buckets import NAMED, assert_equal
-from verlite.weights import TransportError, cuda_ipc
-from verlite.weights.cuda_ipc import BucketStream, Publisher, without_expandable
+from verlite.weights import TransportError, ipc
+from verlite.weights.ipc import BucketStream, Publisher, without_expandable
 from verlite.weights.transport import publish
 
 CPU = torch.device("cpu")
@@ -74,14 +74,14 @@ def test_buckets_may_grow(publisher):
 def test_buffers_are_freed_after_the_engine_has_closed_them(publisher, monkeypatch):
     """A GPU's shared memory is not freed while another process has it open."""
     mapped = []
-    original = cuda_ipc.open_buffer
+    original = ipc.open_buffer
 
     def open_buffer(handle):
         memory = original(handle)
         mapped.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr(cuda_ipc, "open_buffer", open_buffer)
+    monkeypatch.setattr(ipc, "open_buffer", open_buffer)
     open_at_free = []
     free = publisher._free
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_allocator_settings_of_torch_2_11_are_read_from_a_snapshot(monkeypatch):
     monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "max_split_size": -1}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
-    assert cuda_ipc._allocator_settings() == "expandable_segments:True"
+    assert ipc._allocator_settings() == "expandable_segments:True"
 
 
 def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):
