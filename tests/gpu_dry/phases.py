@@ -159,7 +159,7 @@ three streams (FSDP gathers and reduces on its own)."""
 
 CALLS = {
     "build": ("build",),
-    "generation": ("rollout.generate",),
+    "generation": ("rollout.generate", "rollout.generate sleep_after"),
     "old log-probs": ("actor.log_probs",),
     "reference log-probs": ("ref.log_probs",),
     "values": ("critic.values",),
