@@ -30,7 +30,7 @@ def no_fault(request: pytest.FixtureRequest) -> Iterator[None]:
     assert seen.faults() == list(marker.args if marker else ())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch.distributed as dist
 
