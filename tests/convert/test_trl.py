@@ -303,6 +303,76 @@ def test_a_model_that_the_script_loads(script):
     assert changed.values["actor_rollout_ref.model.path"] == "MODEL"
 
 
+def test_a_model_whose_name_is_a_variable(script):
+    text = "NAME = 'Qwen/Q'\nm = AutoModelForCausalLM.from_pretrained(NAME)\n"
+    text += "GRPOConfig()\nGRPOTrainer(m, f)"
+    assert script(text).values["actor_rollout_ref.model.path"] == "Qwen/Q"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "words"),
+    [
+        ("quantization_config=bits", "quantization_config=bits: has no counterpart"),
+        ("load_in_4bit=True", "load_in_4bit: has no counterpart"),
+        ("load_in_4bit=False", ""),
+        ("quantization_config=None", ""),
+    ],
+)
+def test_a_quantized_model_that_the_script_loads_is_refused(script, loaded, words):
+    text = f"m = AutoModelForCausalLM.from_pretrained('m', {loaded})\nSFTTrainer(m, SFTConfig())"
+    assert words in problems(script, text)
+    assert bool(problems(script, text)) == bool(words)
+
+
+def test_a_resume_is_asked_for_in_train(script):
+    text = "t = SFTTrainer('m', SFTConfig())\nt.train({})"
+    modes = {
+        given: script(text.format(given)).values["trainer.resume_mode"]
+        for given in ("", "resume_from_checkpoint=False", "resume_from_checkpoint=True")
+    }
+    assert list(modes.values()) == ["disable", "disable", "auto"]
+    other = script(text.format("resume_from_checkpoint='out/checkpoint-5'"))
+    assert "verlite cannot load checkpoints of TRL" in [w.text for w in other.warnings]
+
+
+def test_a_chat_template_that_the_script_sets(script, files):
+    text = "tokenizer.chat_template = {}\nSFTTrainer('m', SFTConfig())"
+    literal = script(text.format("'{{ messages }}'"), 1)
+    files.check(literal)
+    assert literal.values["model.custom_chat_template"] == "{{ messages }}"
+    for line in (text.format("read()"), "m, t = setup_chat_format(m, t)\nSFTTrainer(m)"):
+        warned = [warning.text for warning in script(line).warnings]
+        assert "the script computes it: set model.custom_chat_template yourself" in warned
+
+
+OWN_TRAINER = """
+class First(trl.SFTTrainer):
+    pass
+class Mine(First):
+    def {}(self): ...
+Mine('m', SFTConfig(learning_rate=1e-4))
+"""
+
+
+def test_a_trainer_of_the_scripts_own(script):
+    assert script(OWN_TRAINER.format("log")).values["model.path"] == "m"
+    found = problems(script, OWN_TRAINER.format("compute_loss"))
+    assert "Mine.compute_loss: overrides a method of the trainer" in found
+
+
+def test_unpacked_literals_are_settings(script):
+    text = "a = dict(beta=0.1)\nb = {'r': 4}\n"
+    text += "GRPOConfig(**a)\nGRPOTrainer('m', f, peft_config=LoraConfig(**b))"
+    conversion = script(text)
+    assert conversion.values[f"{ACTOR}kl_loss_coef"] == 0.1
+    assert conversion.values["actor_rollout_ref.model.lora_rank"] == 4
+    for change in ("a['beta'] = 1", "a.update(beta=1)"):
+        changed = script(text.replace("GRPOConfig", f"{change}\nGRPOConfig"))
+        assert [warning.typed for warning in changed.warnings] == ["**a"]
+    computed = script(text.replace("**b", "**adapter()"))
+    assert "**adapter()" in [warning.typed for warning in computed.warnings]
+
+
 @pytest.mark.parametrize("value", ["get_peft_config(args)", "config", "make()"])
 def test_an_adapter_that_the_script_computes_is_refused(script, value):
     text = f"GRPOConfig()\nGRPOTrainer('m', f, peft_config={value})"

@@ -121,7 +121,10 @@ def _named(
 def _warn_of_computed(draft: Draft, computed: dict[str, Computed]) -> None:
     for field, text in computed.items():
         typed = field if field.startswith("**") else f"{field}={text}"
-        draft.warn_typed(typed, "the script computes it: set its counterpart yourself")
+        row = find(draft.table, field)
+        keys = filter(None, map(draft.own_key, row.to.split())) if row else ()
+        counterpart = ", ".join(keys) or "its counterpart"
+        draft.warn_typed(typed, f"the script computes it: set {counterpart} yourself")
 
 
 # Batches

@@ -31,6 +31,14 @@ VISION = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoProcesso
 """Names in scripts that train on images."""
 IMAGES = ("image", "images")
 """Names of their columns."""
+QUANTIZED = ("quantization_config", "load_in_4bit", "load_in_8bit")
+"""Arguments of from_pretrained that load a model with fewer bits."""
+TEMPLATES = ("setup_chat_format", "clone_chat_template", "get_chat_template")
+"""Functions of TRL and Unsloth that give a tokenizer another chat template."""
+OWN_METHODS = {"__init__", "log", "evaluate", "save_model", "push_to_hub", "create_model_card"}
+"""Methods of a trainer that a script may override without changing how it trains."""
+CHANGES = {"update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear"}
+"""Methods that change a dict or list in place."""
 LOADED_AS = {"torch_dtype", "dtype", "device_map", "attn_implementation", "trust_remote_code"}
 """Arguments of from_pretrained that leave the weights as they are."""
 
@@ -97,7 +105,8 @@ def _number(value: Any) -> Any:
 def _script(file: Path, text: str, words: Words) -> Source:
     try:
         tree = ast.parse(text)
-        calls, constants = list(_calls(tree)), _constants(tree)
+        trainers_of = _subclasses(tree)
+        calls, constants = list(_calls(tree, trainers_of)), _constants(tree)
         parsed = _parsed(tree)
         changed = dict(_changed_later(tree, parsed))
         documented = _documented(ast.get_docstring(tree) or "", file.name)
@@ -124,10 +133,18 @@ def _script(file: Path, text: str, words: Words) -> Source:
         remedy = f"Give the values: verlite convert trl {file} -- --model_name_or_path MODEL ..."
         rule = "takes its settings from the command line, and documents none"
         raise ConfigError([Problem(str(file), None, rule, remedy)])
-    settings: Settings = {}
+    overridden = next(_overridden(tree, trainers_of), None)
+    if overridden:
+        remedy = "Leave it out; docs/extending.md has the functions that verlite takes."
+        rule = "overrides a method of the trainer, which verlite cannot run"
+        raise ConfigError([Problem(overridden, None, rule, remedy)])
+    settings: Settings = dict(_around(tree, constants))
     for name, call in calls:
         prefix = "LoraConfig." if name == "LoraConfig" else ""
-        settings |= {prefix + key: value for key, value in _arguments(name, call, constants)}
+        settings |= {
+            key if key == "**" else prefix + key: value
+            for key, value in _arguments(name, call, constants)
+        }
     # What the script takes from the parsed arguments is what the command line says.
     settings = {
         key: value
@@ -199,12 +216,56 @@ def _documented(text: str, name: str) -> list[str]:
     return []
 
 
-def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Yield (name, call) of each configuration and trainer, in the order of the lines."""
+def _subclasses(tree: ast.AST) -> dict[str, str]:
+    """Return the script's own classes of trainers -> the trainer of CALLS."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for base in (ast.unparse(base).rsplit(".", 1)[-1] for base in node.bases):
+                if known.get(base, base) in CALLS:
+                    known[node.name] = known.get(base, base)
+    return known
+
+
+def _overridden(tree: ast.AST, classes: dict[str, str]) -> Iterator[str]:
+    """Yield the methods, as Class.method, with which `classes` change how a trainer trains."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and classes.get(node.name, "").endswith("Trainer"):
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef) and part.name not in OWN_METHODS:
+                    yield f"{node.name}.{part.name}"
+
+
+def _around(tree: ast.AST, constants: Settings) -> Iterator[tuple[str, Any]]:
+    """Yield what a script sets outside of a configuration: how the policy is loaded, the chat
+    template, and the checkpoint that the training begins with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Attribute) and target.attr == "chat_template":
+                    yield "chat_template", _value(node.value, constants)
+        if not isinstance(node, ast.Call):
+            continue
+        name, words = ast.unparse(node.func), {word.arg: word.value for word in node.keywords}
+        if name.rsplit(".", 1)[-1] in TEMPLATES:
+            yield "chat_template", Computed(ast.unparse(node))
+        if name.endswith("CausalLM.from_pretrained"):
+            for field in set(words) & set(QUANTIZED):
+                yield field, _value(words[field], constants)
+        if name.endswith(".train") and "resume_from_checkpoint" in words:
+            yield "resume_from_checkpoint", _value(words["resume_from_checkpoint"], constants)
+
+
+def _calls(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, ast.Call]]:
+    """Yield (name, call) of each configuration and trainer, in the order of the lines.
+
+    classes: the script's own names of trainers -> the trainer.
+    """
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rsplit(".", 1)[-1]
+            name = classes.get(name, name)
             if name in CALLS or name in LITERALS:
                 found.append((node.lineno, name, node))
     for _, name, node in sorted(found, key=lambda item: item[0]):
@@ -212,22 +273,27 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _constants(tree: ast.AST) -> Settings:
-    """Return the literals of variables that are bound once in the file, by an assignment."""
-    assigned: Settings = {}
+    """Return the literals of variables that are bound once in the file, by an assignment, and are
+    not changed in place. One may be another one, or load the model that another one names."""
+    assigned: dict[str, ast.expr] = {}
     bound: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
-            for target in node.targets:
-                assigned[ast.unparse(target)] = _value(node.value, {})
+            assigned |= {ast.unparse(target): node.value for target in node.targets}
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             bound.append(ast.unparse(node))
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            bound.append(ast.unparse(node.value))
+        elif isinstance(node, ast.Attribute) and node.attr in CHANGES:
+            bound.append(ast.unparse(node.value))
         elif isinstance(node, ast.arg):
             bound.append(node.arg)
-    return {
-        name: value
-        for name, value in assigned.items()
-        if bound.count(name) == 1 and not isinstance(value, Computed)
-    }
+    once = {name: node for name, node in assigned.items() if bound.count(name) == 1}
+    constants: Settings = {}
+    for _ in range(3):  # a model's name, the model, and what is made of it
+        values = {name: _value(node, constants) for name, node in once.items()}
+        constants = {key: value for key, value in values.items() if not isinstance(value, Computed)}
+    return constants
 
 
 def _changed_later(tree: ast.AST, parsed: set[str]) -> Iterator[tuple[str, Computed]]:
@@ -264,7 +330,11 @@ def _arguments(name: str, call: ast.Call, constants: Settings) -> Iterator[tuple
         if isinstance(node, ast.Starred):
             continue
         if field is None:
-            yield "**", Computed(ast.unparse(node))
+            unpacked = _value(node, constants)
+            if isinstance(unpacked, dict):
+                yield from unpacked.items()
+            else:
+                yield "**", Computed(ast.unparse(node))
         elif field != "args":
             yield field, _value(node, constants)
 
@@ -276,6 +346,9 @@ def _value(node: ast.expr, constants: Settings) -> Any:
     if isinstance(node, ast.Call) and text.split("(")[0].endswith(".from_pretrained"):
         if node.args and {word.arg for word in node.keywords} <= LOADED_AS:
             return _value(node.args[0], constants)
+    if text.startswith("dict(") and isinstance(node, ast.Call) and not node.args:
+        named = {word.arg: _value(word.value, constants) for word in node.keywords}
+        return Computed(text) if None in named else named
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
