@@ -173,6 +173,36 @@ def test_tools_of_a_row(tmp_path, tokenizer):
         read_examples(file, tokenizer, SFTDataConfig(messages_key="chat"))
 
 
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool.name }}>{% endfor %}{% for m in messages %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_tools_and_calls_of_a_prompt(tmp_path, tokenizer, kind):
+    """A row for each turn of an agent: what a conversation would show, its prompt shows."""
+    tokenizer.chat_template = TOOL_TEMPLATE
+    turns = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
+        {"role": "tool", "content": "2"},
+    ]
+    row = {"prompt": turns, "response": "2", "tools": [{"name": "add"}, {"name": "sub"}]}
+    path = tmp_path / f"turns.{kind}"
+    if kind == "parquet":
+        parquet(path, [row])
+    else:
+        path.write_text(json.dumps(row))
+    (example,) = read_examples(str(path), tokenizer, SFTDataConfig())
+    assert tokenizer.decode(example.prompt) == "<add><sub>1+1=(add)2"
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="row 0: the row has tools, which only a chat template"):
+        read_examples(str(path), tokenizer, SFTDataConfig())
+    with pytest.raises(DataError, match="row 0: the row has tool_calls, which only"):
+        read_examples(str(path), tokenizer, SFTDataConfig(tools_key="none"))
+
+
 def test_truncated_conversation(tmp_path, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     file = parquet(tmp_path / "chat.parquet", [{"messages": CHATS[0][:4]}])

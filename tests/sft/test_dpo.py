@@ -274,6 +274,16 @@ def test_turns_between_prompt_and_response_are_in_the_prompt(tiny_qwen2, tmp_pat
     assert [tokenizer.decode(example.response[:-1]) for example in found] == ["4", "3"]
 
 
+def test_the_template_shows_the_tools_of_a_row(tiny_qwen2, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[0].content }}"
+    )
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "tools": [{"name": "+"}]}
+    pair = read_pairs(write(tmp_path / "rows.jsonl", [row]), tokenizer, DPODataConfig())
+    assert [tokenizer.decode(example.prompt) for example in pair] == ["+1+1=", "+1+1="]
+
+
 def test_a_pair_that_is_longer_than_a_pass(tiny_qwen2, file, tmp_path, capsys):
     """The longest is 21+9=30 against 21+9=189: 5 tokens and 2 or 3, each with its end."""
     limit = "data.max_token_len_per_gpu="

@@ -34,6 +34,9 @@ class RowsConfig:
     prompt_dict_keys: Optional[list[str]] = key(None,
         "For a column of mappings: the names that lead to the prompt, outermost first. "
         "prompt_key=extra_info with prompt_dict_keys=[question] reads extra_info.question.")
+    tools_key: str = key("tools",
+        "Column of the tools that the chat template shows to the model: a list of JSON schemas, "
+        "or that as JSON text. Read if the file has it.")
     train_batch_size: int = key(256, "Rows per optimizer step over all devices.", bound=">= 1")
     max_length: int = key(1024,
         "Maximum tokens of an example: prompt, response and end-of-sequence token.",
@@ -76,9 +79,6 @@ class SFTDataConfig(RowsConfig):
         "Column of conversations: a list of messages with role and content, or that as JSON "
         "text. The assistant's messages are learned. null: messages, in a file that has this "
         "column and none of data.prompt_key.")
-    tools_key: str = key("tools",
-        "Column of the tools that the chat template shows to the model: a list of JSON schemas, "
-        "or that as JSON text. Read with conversations, if the file has it.")
     response_dict_keys: Optional[list[str]] = key(None, "The same for the column of the response.")
 
 

@@ -111,7 +111,7 @@ def _by_prefixes(
                 )
             part = ids_of(text)
             if ids[: len(part)] != part:
-                content = str(message["content"])
+                content = str(message.get("content", ""))
                 raise ValueError(
                     f"message {number}: a token goes over the edge of this turn. "
                     + (

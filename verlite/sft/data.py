@@ -123,7 +123,7 @@ def columns(path: Path, present: list[str], data: SFTDataConfig) -> list[str]:
     required = [data.prompt_key, data.response_key] if key is None else [key]
     remedy = "Set data.prompt_key and data.response_key, or data.messages_key."
     require(path, present, required, remedy)
-    return [*required, *([data.tools_key] if key is not None and data.tools_key in present else [])]
+    return [*required, *([data.tools_key] if data.tools_key in present else [])]
 
 
 def require(path: Path, present: list[str], required: list[str], remedy: str) -> None:
@@ -141,7 +141,7 @@ def _pair(row: Row, tokenizer: Any, data: SFTDataConfig) -> Example:
     response = _entry(row[data.response_key], data.response_key, data.response_dict_keys)
     if not isinstance(response, str):
         raise ValueError(f"column {data.response_key!r} is {str(response)[:100]!r}, expected text")
-    return answer(prompt_of(row, data), response, tokenizer, data)
+    return answer(prompt_of(row, data), response, tokenizer, data, tools_of(row, data))
 
 
 def prompt_of(row: Row, data: RowsConfig) -> Messages:
@@ -151,8 +151,29 @@ def prompt_of(row: Row, data: RowsConfig) -> Messages:
     return messages_of(chat, data.prompt_key, ["role", "content"], TEXT_OR_CHAT)
 
 
-def answer(prompt: Messages, response: str, tokenizer: Any, data: RowsConfig) -> Example:
+def tools_of(row: Row, data: RowsConfig) -> list[Any]:
+    """Return the tools that the chat template shows to the model; [] if a row has none."""
+    tools = _without_nulls(from_json(row.get(data.tools_key)))
+    if tools and not isinstance(tools, list):
+        raise ValueError(
+            f"column {data.tools_key!r} is {str(tools)[:100]!r}, "
+            "expected a list of JSON schemas, or that as JSON text. If it is something else, set "
+            "data.tools_key to a name that no column has"
+        )
+    return tools or []
+
+
+def answer(
+    prompt: Messages, response: str, tokenizer: Any, data: RowsConfig, tools: Sequence[Any] = ()
+) -> Example:
     """Return the example of a prompt and its response, which is trained."""
+    calls = any(message.get("tool_calls") for message in prompt)
+    if (tools or calls) and tokenizer.chat_template is None:
+        raise ValueError(
+            f"the row has {'tools' if tools else 'tool_calls'}, which only a chat template can "
+            "write, and the tokenizer has none. Set model.custom_chat_template"
+        )
+    options = dict(data.apply_chat_template_kwargs) | ({"tools": list(tools)} if tools else {})
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no end-of-sequence token, which ends every response. Set eos_token "
@@ -160,9 +181,7 @@ def answer(prompt: Messages, response: str, tokenizer: Any, data: RowsConfig) ->
             "chat template that ends the turns"
         )
     with conversation.applying_template():
-        prompt_ids = build_prompt(
-            tokenizer, prompt, template_kwargs=data.apply_chat_template_kwargs
-        )
+        prompt_ids = build_prompt(tokenizer, prompt, template_kwargs=options)
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
     response_ids = tokenizer.encode(response, add_special_tokens=False)
@@ -182,10 +201,15 @@ def _entry(value: Any, column: str, names: Sequence[str] | None) -> Any:
 
 def messages_of(value: Any, column: str, fields: Sequence[str], expected: str) -> Messages:
     """Return chat messages without the null fields that parquet adds. Each has these fields, which
-    are text."""
+    are text; one that calls tools needs no content."""
     messages = _without_nulls(value)
     is_chat = isinstance(messages, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in fields)
+        isinstance(message, dict)
+        and all(
+            isinstance(message.get(name), str)
+            or (name == "content" and message.get("tool_calls") and name not in message)
+            for name in fields
+        )
         for message in messages
     )
     if not messages or not is_chat:
@@ -197,12 +221,7 @@ def _conversation(row: Row, key: str, tokenizer: Any, data: SFTDataConfig) -> Ex
     """Return the example of a row with a conversation. What follows its last turn is left out."""
     expected = "a list of messages {role, content}, or that as JSON text"
     messages = messages_of(from_json(row[key]), key, ["role"], expected)
-    tools = _without_nulls(from_json(row.get(data.tools_key)))
-    if tools and not isinstance(tools, list):
-        raise ValueError(
-            f"column {data.tools_key!r} is {str(tools)[:100]!r}, "
-            "expected a list of JSON schemas, or that as JSON text"
-        )
+    tools = tools_of(row, data)
     ids, mask = conversation.tokenize(tokenizer, messages, tools, data.apply_chat_template_kwargs)
     first = mask.index(1)
     end = len(mask) - mask[::-1].index(1)
@@ -254,7 +273,7 @@ def fit(example: Example, data: RowsConfig) -> Example:
     if room == 0:
         raise ValueError(
             f"the prompt has {len(example.prompt)} tokens; with data.max_length={data.max_length} "
-            "no token is left for the response"
+            "no token is left for the response. Raise it, or leave out the row"
         )
     return Example(example.prompt, example.response[:room], example.mask[:room])
 

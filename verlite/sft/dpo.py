@@ -80,8 +80,9 @@ def row_examples(row: sft_data.Row, tokenizer: Any, data: DPODataConfig) -> list
     Prompts and responses become tokens as those of main_sft. Raises ValueError: the row has the
     wrong form, or an example is too long.
     """
+    tools = sft_data.tools_of(row, data)
     return [
-        sft_data.fit(sft_data.answer(prompt, response, tokenizer, data), data)
+        sft_data.fit(sft_data.answer(prompt, response, tokenizer, data, tools), data)
         for prompt, response in _answers(row, data)
     ]
 
@@ -91,7 +92,7 @@ def columns(path: Path, present: list[str], data: DPODataConfig) -> list[str]:
     them."""
     required = [data.chosen_key, data.rejected_key]
     sft_data.require(path, present, required, "Set data.chosen_key and data.rejected_key.")
-    return [*required, *([data.prompt_key] if data.prompt_key in present else [])]
+    return [*required, *(key for key in (data.prompt_key, data.tools_key) if key in present)]
 
 
 def _answers(row: sft_data.Row, data: DPODataConfig) -> list[tuple[sft_data.Messages, str]]:
