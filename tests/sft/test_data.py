@@ -203,6 +203,28 @@ def test_tools_and_calls_of_a_prompt(tmp_path, tokenizer, kind):
         read_examples(str(path), tokenizer, SFTDataConfig(tools_key="none"))
 
 
+def test_calls_in_rows_of_text_are_as_they_were_written(tmp_path, tokenizer):
+    """A table would make them alike: {"n":1.0} and {"n":1.5,"s":2.0} in the first two rows."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content or '' }}" + (
+        "{% for c in m.tool_calls or [] %}{{ c.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    calls = [{"n": 1}, {"s": 2, "n": 1.5}, {"n": "1"}, '{"n": 1}']
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "1="},
+                {"role": "assistant", "tool_calls": [{"arguments": arguments}]},
+            ]
+        }
+        for arguments in calls
+    ]
+    (tmp_path / "calls.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read_examples(str(tmp_path / "calls.jsonl"), tokenizer, SFTDataConfig())
+    written = [tokenizer.decode(example.response) for example in found]
+    plain = [tokenizer.decode(tokenizer.encode(json.dumps(arguments))) for arguments in calls]
+    assert written == plain
+
+
 def test_truncated_conversation(tmp_path, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     file = parquet(tmp_path / "chat.parquet", [{"messages": CHATS[0][:4]}])

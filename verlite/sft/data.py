@@ -52,7 +52,7 @@ class RowFile:
     """The rows of a file that were read, with the columns that training needs."""
 
     path: Path
-    table: pa.Table
+    rows: pa.Table | list[Row]
     used: int
     """Rows of the file that training uses, read or not."""
 
@@ -76,10 +76,10 @@ def read_files(
     left = first
     for file in files_of(files):
         path = find_file(file)
-        table, rows = _read(path, columns_of, left)
-        used = rows if limit < 0 else min(rows, limit - sum(one.used for one in found))
-        found.append(RowFile(path, table.slice(0, used), used))
-        left = None if left is None else left - found[-1].table.num_rows
+        rows, count = _read(path, columns_of, left)
+        used = count if limit < 0 else min(count, limit - sum(one.used for one in found))
+        found.append(RowFile(path, rows[:used], used))
+        left = None if left is None else left - len(found[-1].rows)
     if not found:
         raise DataError("data.train_files is empty: name at least one file")
     return found
@@ -90,7 +90,8 @@ def tokenized(files: Sequence[RowFile], examples_of: ExamplesOf) -> list[Example
     ValueError about a row."""
     examples: list[Example] = []
     for file in files:
-        for number, row in enumerate(file.table.to_pylist()):
+        rows = file.rows if isinstance(file.rows, list) else file.rows.to_pylist()
+        for number, row in enumerate(rows):
             try:
                 examples += examples_of(row)
             except ValueError as error:
@@ -278,8 +279,12 @@ def fit(example: Example, data: RowsConfig) -> Example:
     return Example(example.prompt, example.response[:room], example.mask[:room])
 
 
-def _read(path: Path, columns_of: Columns, first: int | None) -> tuple[pa.Table, int]:
-    """Return the first rows of a file (None: all), and how many it has."""
+def _read(path: Path, columns_of: Columns, first: int | None) -> tuple[pa.Table | list[Row], int]:
+    """Return the first rows of a file (None: all), and how many it has.
+
+    Rows of text are no table, which would give the arguments of all tool calls one order, and
+    those of one name one type: 1 would become 1.0 if another row has 1.5.
+    """
     if path.is_dir():
         raise DataError(f"{path} is a folder. Name the files in data.train_files or val_files.")
     if not path.is_file():
@@ -291,6 +296,10 @@ def _read(path: Path, columns_of: Columns, first: int | None) -> tuple[pa.Table,
         return columns_of(path, names)
 
     try:
+        if path.suffix in tables.TEXT_SUFFIXES:
+            rows = [row for _, row in tables.located_rows(path)]
+            chosen = choose(list(dict.fromkeys(name for row in rows for name in row)), len(rows))
+            return [{name: row.get(name) for name in chosen} for row in rows[:first]], len(rows)
         return tables.read_chosen(path, choose, first)
     except tables.TableError as error:
         raise DataError(f"{path} {error}") from error
