@@ -10,7 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import verlite
 from tests.models import tiny_model
@@ -69,6 +71,19 @@ def test_import_is_light():
 def test_unknown_name_of_the_package():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = verlite.trian
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(config):
+    changed = config.override(
+        {
+            "data.train_batch_size": np.arange(10)[8],
+            f"{ACTOR}optim": {"lr": np.float32(0.5), "betas": np.array([0.5, 0.75])},
+            f"{ROLLOUT}n": torch.tensor(2),
+        }
+    )
+    found = [changed[key] for key in ("data.train_batch_size", f"{ACTOR}optim.lr", f"{ROLLOUT}n")]
+    assert [(type(value), value) for value in found] == [(int, 8), (float, 0.5), (int, 2)]
+    assert list(changed[f"{ACTOR}optim.betas"]) == [0.5, 0.75]
 
 
 def test_values_come_from_a_mapping_a_list_and_a_file(config, folder, tmp_path):

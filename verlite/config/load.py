@@ -850,11 +850,13 @@ def _type_remedy(value: Any, known: Key) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of Python code as YAML would have it."""
+    """Return a value of Python code as YAML would have it. Numbers of NumPy and torch are numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
     return str(value) if isinstance(value, Path) else value
 
 
