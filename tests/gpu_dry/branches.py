@@ -1,8 +1,8 @@
 """Where verlite's code depends on a GPU, and which test has executed the side of the GPU.
 
-`python -m tests.gpu_dry.branches [TEST ...]` runs these tests (all of this folder, and CPU_TESTS)
-with each such place watched, and writes the table of docs/verified.md. Rows of places that the
-tests do not reach keep what they say.
+`python -m tests.gpu_dry.branches` runs all tests of this folder, and CPU_TESTS, with each such
+place watched, and writes the table of docs/verified.md. With TESTs as arguments it runs these;
+rows of places that they do not reach keep what they say.
 """
 
 import ast
@@ -188,21 +188,21 @@ def executed(log: Path) -> dict[Place, str]:
 def main(tests: list[str]) -> None:
     from tests.test_gpu_dry import PYTHON, missing
 
+    old = read_page() if tests else {}
     tests = tests or ["tests/gpu_dry", *CPU_TESTS]
     dry = [test for test in tests if test.startswith("tests/gpu_dry")]
+    if dry and (reason := missing()):
+        sys.exit(f"not run: {dry}: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         log.touch()
         env = os.environ | {LOG: str(log)}
-        if dry and (reason := missing()):
-            print(f"not run: {dry}: {reason}")
-        elif dry:
-            subprocess.run([PYTHON, "-m", "tests.gpu_dry", *dry], cwd=ROOT, env=env, check=True)
         if cpu := [test for test in tests if test not in dry]:
-            env["PYTHONPATH"] = f"{ROOT / 'tests/gpu_dry/site'}:{ROOT}"
-            pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-            subprocess.run([*pytest, *cpu], cwd=ROOT, env=env, check=True)
-        old = {place: test for place, test in read_page().items() if test != "never"}
+            path = f"{ROOT / 'tests/gpu_dry/site'}:{ROOT}"
+            pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cpu]
+            subprocess.run(pytest, cwd=ROOT, env=env | {"PYTHONPATH": path}, check=True)
+        if dry:
+            subprocess.run([PYTHON, "-m", "tests.gpu_dry", *dry], cwd=ROOT, env=env, check=True)
         write_page(old | executed(log))
 
 

@@ -333,14 +333,25 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) { return OK; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* low, int* high) { *low = 0; *high = -5; return OK; }
 
-/* Allocation. A memory file has a page more, which counts the processes that have it open. */
+/* Allocation. A memory file has a page more: which other processes have it open. */
 
 static void* new_file(size_t size, int* file) {
   *file = memfd_create("dry-gpu", MFD_CLOEXEC);
   if (ftruncate(*file, size + PAGE)) return MAP_FAILED;
   return mmap(0, size + PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, *file, 0);
 }
-static long* openers(Block* block) { return (long*)(block->start + block->size); }
+static int is_open(Block* block) {
+  pid_t* openers = (pid_t*)(block->start + block->size);
+  for (int i = 0; i < PAGE / sizeof *openers; i++)
+    if (openers[i] && lives(openers[i])) return 1;
+  return 0;
+}
+static void replace_opener(Block* block, pid_t before, pid_t after) {
+  pid_t* openers = (pid_t*)(block->start + block->size);
+  for (int i = 0; i < PAGE / sizeof *openers; i++)
+    if (__sync_bool_compare_and_swap(&openers[i], before, after)) return;
+  abort();
+}
 
 cudaError_t cudaMalloc(void** out, size_t size) {
   size = (size + PAGE - 1) & ~(PAGE - 1);
@@ -360,7 +371,7 @@ cudaError_t cudaFree(void* place) {
   NOTE(block ? block->size : 0, 0, place);
   if (!block || block->kind != GPU) { UNLOCK; return cudaErrorInvalidValue; }
   run_all();
-  if (*openers(block)) {
+  if (is_open(block)) {
     note("fault: freed while open", block->device, block->size, 0, place);
     memset(block->start, 0xA5, block->size);
   }
@@ -370,8 +381,8 @@ cudaError_t cudaFree(void* place) {
   UNLOCK;
   return OK;
 }
-cudaError_t cudaMallocAsync(void** out, size_t size, cudaStream_t stream) { return cudaMalloc(out, size); }
-cudaError_t cudaFreeAsync(void* place, cudaStream_t stream) { return cudaFree(place); }
+cudaError_t cudaMallocAsync(void** out, size_t size, cudaStream_t stream) { return cudaErrorNotSupported; }
+cudaError_t cudaFreeAsync(void* place, cudaStream_t stream) { return cudaErrorNotSupported; }
 
 cudaError_t cudaHostAlloc(void** out, size_t size, unsigned flags) {
   NOTE(size, 0, 0);
@@ -432,7 +443,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, enum cudaMe
   return OK;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, enum cudaMemcpyKind kind) {
-  NOTE(size, 0, to); LOCK; run_all(); memmove(to, from, size); UNLOCK; return OK;
+  NOTE(size, 0, to); LOCK; push(0, (Task){COPY, to, (char*)from, .size = size}); wait_for(0); UNLOCK; return OK;
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_step, const void* from, size_t step, size_t width, size_t height,
                               enum cudaMemcpyKind kind, cudaStream_t stream) {
@@ -480,7 +491,7 @@ cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t packed, unsigned
   LOCK;
   *out = mmap(0, handle->size + PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   add(*out, handle->size, OPENED, handle->device, file);
-  __sync_add_and_fetch(openers(find(*out)), 1);
+  replace_opener(find(*out), 0, getpid());
   NOTE(handle->size, 0, *out);
   UNLOCK;
   return OK;
@@ -491,7 +502,7 @@ cudaError_t cudaIpcCloseMemHandle(void* place) {
   NOTE(block ? block->size : 0, 0, place);
   if (block) {
     run_all();
-    __sync_sub_and_fetch(openers(block), 1);
+    replace_opener(block, getpid(), 0);
     munmap(block->start, block->size + PAGE);
     close(block->file);
     drop(block);

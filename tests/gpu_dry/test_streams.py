@@ -1,5 +1,6 @@
 """What cuda.c does about programs that forget to wait: toys, each with its right twin."""
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -127,6 +128,22 @@ def test_pages_stay_locked_until_the_copy_is_over(waits: bool) -> None:
         torch.cuda.synchronize()
     runtime.cudaHostUnregister(host.data_ptr())
     assert host.sum() == 7 * N
+
+
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.faults(*RACE))])
+def test_a_copy_that_the_host_waits_for_waits_for_its_own_stream(waits: bool) -> None:
+    x, pinned = sevens()
+    side, host = torch.cuda.Stream(), torch.zeros(N)
+    with torch.cuda.stream(side):
+        x.mul_(2)
+        if waits:
+            torch.cuda.default_stream().wait_stream(side)
+        pinned.copy_(x, non_blocking=True)
+    copy = ctypes.CDLL(None).cudaMemcpy
+    copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    copy(host.data_ptr(), x.data_ptr(), x.nbytes, 2)
+    assert host.sum() == 14 * N and pinned.sum() == 0
+    side.synchronize()
 
 
 def test_copies_of_other_memory_are_over_when_the_call_returns() -> None:

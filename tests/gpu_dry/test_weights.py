@@ -123,15 +123,21 @@ input()
 """
 
 
-@pytest.mark.faults("fault: freed while open")
-def test_the_dry_runtime_sees_shared_memory_freed_early() -> None:
+@pytest.mark.parametrize(
+    "killed", [True, pytest.param(False, marks=pytest.mark.faults("fault: freed while open"))]
+)
+def test_the_dry_runtime_sees_shared_memory_freed_early(killed: bool) -> None:
+    """A process that was killed has nothing open."""
     runtime, place, handle = ctypes.CDLL(None), ctypes.c_void_p(), Handle()
     assert not runtime.cudaMalloc(ctypes.byref(place), 4096)
     assert not runtime.cudaIpcGetMemHandle(ctypes.byref(handle), place)
     command = [sys.executable, "-c", HOLDER, bytes(handle.bytes).hex()]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout and holder.stdout.readline() == "0\n"
+    if killed:
+        holder.kill()
+        holder.wait(60)
     runtime.cudaFree(place)
-    holder.communicate("\n", timeout=60)
+    holder.communicate(None if killed else "\n", timeout=60)
     done = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n"  # cudaErrorInvalidValue: opened after free
