@@ -850,7 +850,7 @@ def _type_remedy(value: Any, known: Key) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of Python code as YAML would have it. Numbers of NumPy and torch are numbers."""
+    """Return a Python value as YAML would have it. Numbers of NumPy and torch are numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):
