@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from verlite.algorithms.advantages import overlong_penalty, rows_with_signal, shape_scores
@@ -12,12 +13,21 @@ def test_shape_scores() -> None:
     scores = torch.tensor([3.0, 5.0, 20.0, -20.0])
     assert shape_scores(scores, mean=3, std=2).tolist() == [0, 1, 8.5, -11.5]
     assert shape_scores(scores, mean=3, std=2, clip=(-10, 5)).tolist() == [0, 1, 5, -10]
+    for std in (0, -1, math.nan):
+        with pytest.raises(ValueError, match=f"^std={std} must be above 0"):
+            shape_scores(scores, std=std)
+    for clip in ((1, 1), (2, -2), (math.nan, 1)):
+        with pytest.raises(ValueError, match=r"^clip=\(\S+, \S+\) needs a lower bound below"):
+            shape_scores(scores, clip=clip)
 
 
 def test_overlong_penalty() -> None:
     lengths = torch.tensor([0, 80, 81, 90, 100, 130])
     got = overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0)
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -0.1, -1.0, -2.0, -2.0]))
+    for buffer in (0, 101):
+        with pytest.raises(ValueError, match=f"^buffer={buffer} must be from 1 to max_length=100"):
+            overlong_penalty(lengths, 100, buffer)
 
 
 def test_rows_with_signal() -> None:

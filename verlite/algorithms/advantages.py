@@ -493,9 +493,15 @@ def shape_scores(
 ) -> Tensor:
     """Return (scores - mean) / std, then clipped to `clip`; any shape.
 
-    mean and std are constants from the config, not statistics of the batch. The config's rules say
-    that std is above 0 and that the lower bound of the clip range is below the upper one.
+    mean and std are constants from the config, not statistics of the batch.
+
+    Raises:
+        ValueError: std is not above 0, or the lower bound of `clip` is not below the upper one.
     """
+    if not std > 0:
+        raise ValueError(f"std={std} must be above 0: scores are divided by it. Pass 1 for none.")
+    if clip is not None and not clip[0] < clip[1]:
+        raise ValueError(f"clip={clip} needs a lower bound below the upper. Pass None for no clip.")
     shaped = (scores - mean) / std
     return shaped if clip is None else shaped.clamp(*clip)
 
@@ -511,7 +517,13 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
         max_length: maximum response length.
         buffer: tokens over which the penalty grows, from 1 to max_length.
         factor: size of the full penalty.
+
+    Raises:
+        ValueError: the buffer is not in this range.
     """
+    if not 1 <= buffer <= max_length:
+        rule = f"must be from 1 to max_length={max_length}"
+        raise ValueError(f"buffer={buffer} {rule}. Usual: a fifth of it.")
     excess = lengths.to(torch.float32) - (max_length - buffer)
     return -factor * (excess / buffer).clamp(0, 1)
 

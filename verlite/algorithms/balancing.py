@@ -143,7 +143,11 @@ def micro_batches_by_tokens(
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     _refuse_longer(tokens, max_tokens)
-    best = _best_fit(tokens.tolist(), max_tokens)
+    return _even(tokens, max_tokens, _best_fit(tokens.tolist(), max_tokens))
+
+
+def _even(tokens: np.ndarray, max_tokens: int, best: list[list[int]]) -> list[list[int]]:
+    """Return the fewest even micro-batches, the largest first; `best` if none are as few."""
     fewest, most = max(-(-int(tokens.sum()) // max_tokens), 1), len(best)
     while fewest <= most:
         count = (fewest + most) // 2
@@ -217,12 +221,13 @@ def micro_batches_of_tree(
     trees: list[range] = []
     for begin, end in itertools.pairwise(roots):
         whole = range(begin, end)
-        fits = tokens(whole) <= max_tokens
-        trees += [whole] if fits else [range(i, i + 1) for i in whole]
+        is_small = tokens(whole) <= max_tokens
+        trees += [whole] if is_small else [range(i, i + 1) for i in whole]
     ways = [trees, _runs(total, before, max_tokens)]
     sizes = [list(map(tokens, way)) for way in ways]
-    best = min((0, 1), key=lambda way: (len(_best_fit(sizes[way], max_tokens)), sum(sizes[way])))
-    parts = micro_batches_by_tokens(sizes[best], max_tokens)
+    fits = [_best_fit(size, max_tokens) for size in sizes]
+    best = min((0, 1), key=lambda way: (len(fits[way]), sum(sizes[way])))
+    parts = _even(np.asarray(sizes[best], dtype=np.int64), max_tokens, fits[best])
     rows = [[i for number in part for i in ways[best][number]] for part in parts]
     return [half for part in rows for half in _halves(part, lengths, MOST_PATHS * max_tokens)]
 
