@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests import metrics_page
 from tests.algorithms import reference
 from tests.algorithms.reference import Case
 from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
@@ -308,7 +309,7 @@ def policy_pairs(name: str, seed: int, loss_type: str = "ppo_clip") -> Iterator[
     yield "gradient", gradient, slopes, SMALL
     expected = reference_metrics(name, case, settings, loss_type)
     if case.mask.any():
-        assert metrics.keys() == expected.keys()
+        assert metrics_page.documented(metrics).keys() == expected.keys()
         yield "metrics", list(metrics.values()), [expected[key] for key in metrics], 1
     else:
         assert all(value == 0 for value in metrics.values())
@@ -498,7 +499,7 @@ def correction_pairs(settings: RolloutCorrection, seed: int) -> Iterator[Pair]:
     if weights is not None:
         yield "weights", weights, want_weights, SMALL
     if case.mask.any():
-        assert metrics.keys() == want.keys()
+        assert metrics_page.documented(metrics).keys() == want.keys()
         yield "metrics", list(metrics.values()), [want[key] for key in metrics], 1
     else:
         assert all(math.isfinite(value) for value in metrics.values())

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests import metrics_page
 from tests.sft.rows import read_examples
 from tests.trainer.test_stages import Screen
 from verlite.cli import app
@@ -344,7 +345,8 @@ def run_options(sums, model, run_dir, *more):
 
 
 def lines(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    written = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [metrics_page.documented(json.loads(line)) for line in written]
 
 
 def test_command_learns_and_writes_a_transformers_model(tiny_qwen2, sums, tmp_path, capsys):

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import metrics_page
 from tests.trainer.forks import Forked
 from verlite import threads
 
@@ -158,8 +159,10 @@ class Launch:
         return self.log.read_text()
 
     def metrics(self) -> list[dict]:
+        """Return the lines of metrics.jsonl, whose keys docs/metrics.md must have."""
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        return [metrics_page.documented(line) for line in lines]
 
     def until_step(self, step: int, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds

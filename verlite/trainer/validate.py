@@ -195,8 +195,8 @@ def validation_metrics(
             core_metrics = (f"mean@{n}", f"best@{n}/mean", f"maj@{n}/mean")
             for metric, value in _metrics_of_groups(list(by_uid.values())).items():
                 is_core = name == core and metric in core_metrics
-                section = "val-core" if is_core else "val-aux"
-                metrics[f"{section}/{source}/{name}/{metric}"] = value
+                section = "core" if is_core else "aux"
+                metrics[f"val-{section}/{source}/{name}/{metric}"] = value
     return metrics
 
 
