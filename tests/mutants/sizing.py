@@ -13,8 +13,8 @@ def _middle_is_flat(original, short, long, layers):
     return original(short, long, 4)
 
 
-def _counts_moments_when_offloaded(original, role, memory):
-    return memory.resident
+def _counts_moments_when_offloaded(original):
+    return property(lambda role: role.memory.resident)
 
 
 def _as_if_alone(original, self, running):
@@ -38,8 +38,8 @@ MUTANTS = [
     ),
     Mutant(
         "an offloaded optimizer still counts",
-        "verlite.sizing.memory:idle",
-        calls(_counts_moments_when_offloaded),
+        "verlite.sizing.memory:MeasuredRole.idle",
+        _counts_moments_when_offloaded,
         (MEMORY,),
     ),
     Mutant(

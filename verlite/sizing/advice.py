@@ -384,21 +384,11 @@ def _lower_utilization(run: SizedRun) -> Iterator[tuple[str, object]]:
 
 def _switches(run: SizedRun, wanted: bool) -> list[str]:
     """Return the switches of offload that are on, or off, of the roles that exist."""
-    keys = []
     held = {"ref" if role == "teacher" else role for role in run.memory.roles}
-    for role, section in FSDP.items():
-        if role not in held:
-            continue
-        if role == "ref":
-            keys.append(f"{section}.param_offload")
-        else:
-            keys.append(f"{section}.optimizer_offload")
-    keys += [f"{FSDP[role]}.param_offload" for role in SIZES if role in run.memory.roles]
-    keys += [
-        f"{section}.enable_activation_offload"
-        for role, section in MODELS.items()
-        if role in run.memory.roles
-    ]
+    part = {"actor": "optimizer", "ref": "param", "critic": "optimizer"}
+    keys = [f"{FSDP[role]}.{part[role]}_offload" for role in FSDP if role in held]
+    keys += [f"{FSDP[role]}.param_offload" for role in SIZES if role in held]
+    keys += [f"{MODELS[role]}.enable_activation_offload" for role in MODELS if role in held]
     return [key for key in keys if bool(get(run.config, key)) == wanted]
 
 

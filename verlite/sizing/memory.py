@@ -16,7 +16,7 @@ from verlite.sizing.devices import Devices
 from verlite.sizing.dry_engine import DryEngineSpec
 from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
 from verlite.sizing.measure import Passes, PassRows, RoleMemory
-from verlite.spec.roles import FSDPSpec, ModelSpec
+from verlite.spec.roles import ModelSpec
 from verlite.terminal import GIB, amount, counted, size
 from verlite.weights import fingerprint
 from verlite.workers.roles import ROLES
@@ -123,6 +123,34 @@ class SizedRole:
     passes: Passes
 
 
+@dataclass(frozen=True)
+class MeasuredRole(SizedRole):
+    """A role with the memory of its engine, without offload."""
+
+    memory: RoleMemory
+
+    @property
+    def offload(self) -> tuple[bool, bool]:
+        """Whether its parameters and its optimizer leave the device. On CPUs nothing moves."""
+        fsdp, moves = self.spec.fsdp, self.spec.kind != "cpu"
+        return fsdp.param_offload and moves, fsdp.optimizer_offload and moves
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the optimizer on the device outside updates."""
+        return 0 if self.offload[1] else self.memory.optimizer
+
+    @property
+    def idle(self) -> int:
+        """Bytes on the device outside passes."""
+        return self.optimizer + (0 if self.offload[0] else self.memory.parameters)
+
+    @property
+    def forward(self) -> int:
+        """Peak while it computes log-probs or values."""
+        return self.memory.forward - self.memory.optimizer + self.optimizer
+
+
 def training_roles(config: Config, plan: Plan) -> list[SizedRole]:
     """Return the roles of a run that have a training engine."""
     return [
@@ -218,31 +246,32 @@ of pages that are not returned were measured (docs/benchmarks.md)."""
 
 Measure = Callable[[DryEngineSpec, Passes], RoleMemory]
 
-_NAMES = {
-    "actor": ("old log-probs", "actor update"),
-    "inference": ("old log-probs", ""),
-    "ref": ("reference log-probs", ""),
-    "teacher": ("teacher's log-probs", ""),
-    "critic": ("values", "critic update"),
+_FORWARD = {
+    "actor": "old log-probs",
+    "inference": "old log-probs",
+    "ref": "reference log-probs",
+    "teacher": "teacher's log-probs",
+    "critic": "values",
 }
+"""What a role's forward passes compute."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase on one device.
+    """One phase on one device, or on one node.
 
     name: of the phase.
-    held: bytes of each role there.
+    held: bytes of each role on the device, or in the node's memory by name.
     margin: what is assumed beyond the tensors.
     """
 
     name: str
     held: dict[str, int]
-    margin: int
+    margin: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of the device in use."""
+        """Bytes in use."""
         return sum(self.held.values()) + self.margin
 
 
@@ -264,19 +293,6 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True)
-class HostPhase:
-    """One phase on the fullest node: what is in its memory, by name."""
-
-    name: str
-    held: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Bytes of the node's memory in use."""
-        return sum(self.held.values())
-
-
-@dataclass(frozen=True)
 class Memory:
     """The memory of a run.
 
@@ -287,51 +303,35 @@ class Memory:
 
     roles: dict[str, RoleMemory]
     groups: list[DeviceGroup]
-    host: list[HostPhase]
+    host: list[Phase]
 
 
 def run_memory(
     config: Config, plan: Plan, devices: Devices, policy: ModelFacts, measure: Measure
 ) -> Memory:
     """Return the memory of a run whose samples all have the longest length."""
-    roles = {role.name: role for role in training_roles(config, plan)}
-    measured = {name: measured_role(role, measure) for name, role in roles.items()}
+    roles = {
+        role.name: MeasuredRole(role.name, role.spec, role.passes, measured_role(role, measure))
+        for role in training_roles(config, plan)
+    }
     by_roles: dict[tuple[str, ...], list[int]] = {}
     for device in range(plan.n_devices):
         here = tuple(role for role in plan.device_roles if device in plan.placement[role])
         if here:
             by_roles.setdefault(here, []).append(device)
     groups = [
-        DeviceGroup(numbers, here, _phases(config, plan, devices, policy, roles, measured, here))
+        DeviceGroup(numbers, here, _phases(config, plan, devices, policy, roles, here))
         for here, numbers in by_roles.items()
     ]
-    return Memory(measured, groups, _host(config, plan, policy, roles, measured))
+    memory = {name: role.memory for name, role in roles.items()}
+    nodes = [_node(config, plan, policy, roles, node) for node in range(plan.nnodes)]
+    return Memory(memory, groups, max(nodes, key=lambda node: max(phase.total for phase in node)))
 
 
 def measured_role(role: SizedRole, measure: Measure) -> RoleMemory:
     """Measure a role. Offload moves whole parts, so it is not part of what is measured."""
     fsdp = replace(role.spec.fsdp, param_offload=False, optimizer_offload=False)
     return measure(replace(role.spec, fsdp=fsdp), role.passes)
-
-
-def idle(role: SizedRole, memory: RoleMemory) -> int:
-    """Return what a role holds on its device outside its passes."""
-    fsdp = _offload(role)
-    parameters = 0 if fsdp.param_offload else memory.parameters
-    return parameters + (0 if fsdp.optimizer_offload else memory.optimizer)
-
-
-def forward(role: SizedRole, memory: RoleMemory) -> int:
-    """Return a role's peak while it computes log-probs or values."""
-    return memory.forward - (memory.optimizer if _offload(role).optimizer_offload else 0)
-
-
-def _offload(role: SizedRole) -> FSDPSpec:
-    """Return the role's settings. On CPUs offload moves nothing."""
-    fsdp = role.spec.fsdp
-    if role.spec.kind == "cpu":
-        return replace(fsdp, param_offload=False, optimizer_offload=False)
-    return fsdp
 
 
 def engine_share(
@@ -360,13 +360,12 @@ def _phases(
     plan: Plan,
     devices: Devices,
     policy: ModelFacts,
-    roles: dict[str, SizedRole],
-    measured: dict[str, RoleMemory],
+    roles: dict[str, MeasuredRole],
     here: tuple[str, ...],
 ) -> list[Phase]:
     """Return the phases of a device with these roles."""
     trained = [name for name in here if name != "rollout"]
-    rest = {name: idle(roles[name], measured[name]) for name in trained}
+    rest = {name: roles[name].idle for name in trained}
     sleeps = plan.device == "cuda" and config.actor_rollout_ref.rollout.free_cache_engine
     others = sum(rest.values())
     awake = engine_share(config, plan, devices, policy, others) if "rollout" in here else 0
@@ -395,38 +394,33 @@ def _phases(
     begun = {}  # trainer.mode=pipelined: the actor has gradients while the others compute
     gradients = 0
     if plan.overlaps_gradients and "actor" in trained:
-        actor = measured["actor"]
-        gradients = actor.optimizer // 2  # of each trained parameter; Adam has two moments
-        optimizer = 0 if _offload(roles["actor"]).optimizer_offload else actor.optimizer
-        begun["actor"] = actor.parameters + optimizer + gradients
+        memory = roles["actor"].memory
+        gradients = memory.optimizer // 2  # of each trained parameter; Adam has two moments
+        begun["actor"] = memory.parameters + roles["actor"].optimizer + gradients
     phases = []
     if trained:
         in_order = {name: roles[name] for name in ROLES if name in trained}
-        building = _building(in_order, measured, 2 * weight)
+        building = _building(in_order, 2 * weight)
         phases.append(phase("build", between, **building))
     if "rollout" in here:
         phases.append(phase("generation", awake))
     for name in trained:
-        passes = roles[name].passes
-        before, update = _NAMES[name]
-        if passes.forward is not None:
-            peak = forward(roles[name], measured[name]) + gradients * (name == "actor")
-            phases.append(phase(before, between, **begun | {name: peak}))
+        if roles[name].passes.forward is not None:
+            peak = roles[name].forward + gradients * (name == "actor")
+            phases.append(phase(_FORWARD[name], between, **begun | {name: peak}))
     for name in reversed(trained):
         if roles[name].passes.update is not None:
-            update = _NAMES[name][1]
-            phases.append(phase(update, between, **begun | {name: measured[name].update}))
+            held = begun | {name: roles[name].memory.update}
+            phases.append(phase(f"{name} update", between, **held))
     exporting = 0
     if "actor" in trained:
-        optimizer = rest["actor"] - (
-            0 if _offload(roles["actor"]).param_offload else measured["actor"].parameters
-        )
+        memory, optimizer = roles["actor"].memory, roles["actor"].optimizer
         # A bucket of whole weights, the layer or the weight that comes next, and its shard.
         following = max(weight, policy.layer * DTYPE_BYTES[plan.sync_dtype])
         shard = weight // len(plan.placement["actor"])
         gathered = min(whole, bucket + following) + shard * (len(plan.placement["actor"]) > 1)
-        exporting = measured["actor"].parameters + optimizer + gathered
-        checked = measured["actor"].check - measured["actor"].optimizer + optimizer
+        exporting = memory.parameters + optimizer + gathered
+        checked = memory.check - memory.optimizer + optimizer
         if plan.weights.uses("ipc"):
             phases.append(phase("sync: check", between, actor=checked))
         else:
@@ -447,9 +441,7 @@ def _phases(
     return phases
 
 
-def _building(
-    roles: dict[str, SizedRole], measured: dict[str, RoleMemory], transit: int
-) -> dict[str, int]:
+def _building(roles: dict[str, MeasuredRole], transit: int) -> dict[str, int]:
     """Return what each role holds at the fullest moment of the start.
 
     Roles start in order, and together, but the next one waits for a role that offloads.
@@ -458,35 +450,20 @@ def _building(
     moments = []
     before: dict[str, int] = {}
     for name, role in roles.items():
-        memory = measured[name]
+        memory = role.memory
         whole = max(memory.resident + transit, memory.check - memory.optimizer)
         moments.append(dict.fromkeys(roles, 0) | before | {name: whole})
-        fsdp = _offload(role)
-        waits = fsdp.param_offload or fsdp.optimizer_offload
-        before[name] = idle(role, measured[name]) if waits else whole
+        before[name] = role.idle if any(role.offload) else whole
     return max(moments, key=lambda held: sum(held.values()))
-
-
-def _host(
-    config: Config,
-    plan: Plan,
-    policy: ModelFacts,
-    roles: dict[str, SizedRole],
-    measured: dict[str, RoleMemory],
-) -> list[HostPhase]:
-    """Return the phases of the node whose checkpoint needs most."""
-    nodes = [_node(config, plan, policy, roles, measured, node) for node in range(plan.nnodes)]
-    return max(nodes, key=lambda phases: max((p.total for p in phases), default=0))
 
 
 def _node(
     config: Config,
     plan: Plan,
     policy: ModelFacts,
-    roles: dict[str, SizedRole],
-    measured: dict[str, RoleMemory],
+    roles: dict[str, MeasuredRole],
     node: int,
-) -> list[HostPhase]:
+) -> list[Phase]:
     width = plan.devices_per_node
 
     def ranks(role: str) -> int:
@@ -494,13 +471,10 @@ def _node(
 
     processes = sum(ranks(role) for role in plan.roles)
     base = {"processes": processes * HOST_PROCESS[plan.device]}
-    offloaded = 0
-    for name, role in roles.items():
-        memory = measured[name]
-        offloaded += ranks(name) * (memory.resident - idle(role, memory))
+    offloaded = sum(ranks(name) * (r.memory.resident - r.idle) for name, r in roles.items())
     if offloaded:
         base["offloaded"] = offloaded
-    activations = max((ranks(name) * measured[name].host for name in roles), default=0)
+    activations = max((ranks(name) * role.memory.host for name, role in roles.items()), default=0)
     moved = sync_bytes(plan, policy)
     copy = moved.host_bytes(node)
     # Each rank writes its shards one tensor at a time.
@@ -509,18 +483,16 @@ def _node(
         for name, role in roles.items()
         if role.spec.optim is not None
     )
-    phases = [HostPhase("generation", dict(base))]
+    phases = [Phase("generation", dict(base))]
     frees = config.actor_rollout_ref.rollout.free_cache_engine and plan.device == "cuda"
     if plan.syncs_adapters and frees:
         base["sleeping engines"] = ranks("rollout") * moved.per_device
     if roles:
-        phases.append(
-            HostPhase("update", base | ({"activations": activations} if activations else {}))
-        )
+        phases.append(Phase("update", base | ({"activations": activations} if activations else {})))
     if copy:
-        phases.append(HostPhase("sync", base | {"weights": copy}))
+        phases.append(Phase("sync", base | {"weights": copy}))
     if written:
-        phases.append(HostPhase("checkpoint", base | {"tensors being written": written}))
+        phases.append(Phase("checkpoint", base | {"tensors being written": written}))
     return phases
 
 
