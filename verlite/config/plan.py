@@ -17,6 +17,7 @@ from verlite.config.placement import Shape, draw, parse, ranges, read_groups, ro
 from verlite.config.schema import (
     ActorConfig,
     Config,
+    CriticConfig,
     FSDPConfig,
     ModelConfig,
     RewardConfig,
@@ -302,15 +303,12 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     """
     device = device or resolve_device(config.trainer.device)
     where = _placement(config, device)
-    shared = where["sequence_parallel"]
-    actor = _actor_updates(config, shared)
-    algorithm = _algorithm(config, actor)
+    passes = _passes(config)
+    algorithm = _algorithm(config, passes["actor"])
     plan = Plan(
         **where,
         **_step(config),
-        actor=actor,
-        **_critic(config, shared),
-        **_forward_passes(config, shared),
+        **passes,
         **algorithm,
         **_lengths(config),
         **_engine(config, device, where["placement"]),
@@ -367,79 +365,73 @@ def _step(config: Config) -> dict[str, Any]:
     }
 
 
-def _actor_updates(config: Config, shared: dict[str, int]) -> Updates:
+def _updates(config: Config, section: ActorConfig | CriticConfig, micro: Micro) -> Updates:
+    """Return the updates of actor or critic. null in the critic's section means the actor's value.
+
+    micro: the micro-batches of their passes.
+    """
     actor = config.actor_rollout_ref.actor
-    mini = min(actor.ppo_mini_batch_size, config.data.train_batch_size)
+    mini, epochs, shuffle, aggregation = (
+        _first(getattr(section, name), getattr(actor, name))
+        for name in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode")
+    )
+    mini = min(mini, config.data.train_batch_size)
     return Updates(
         mini_prompts=mini,
         mini_rows=mini * config.actor_rollout_ref.rollout.n,
-        epochs=actor.ppo_epochs,
+        epochs=epochs,
         per_epoch=config.data.train_batch_size // mini,
-        micro=_micro(
-            actor.use_dynamic_bsz,
-            actor.ppo_micro_batch_size_per_gpu,
-            actor.ppo_max_token_len_per_gpu * shared["actor"],
-        ),
-        shuffle=actor.shuffle,
-        loss_agg_mode=actor.loss_agg_mode,
+        micro=micro,
+        shuffle=shuffle,
+        loss_agg_mode=aggregation,
     )
 
 
-def _critic(config: Config, shared: dict[str, int]) -> dict[str, Any]:
-    """Return the fields about the critic. null in its section means the actor's value."""
-    if not needs_critic(config):
-        return {"critic": None, "value_micro": None, "critic_warmup": 0, "critic_model_path": None}
-    actor = config.actor_rollout_ref.actor
-    critic = config.critic
-    mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
-    mini = min(mini, config.data.train_batch_size)
-    size = _first(critic.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-    dynamic = uses_dynamic_batches(config, "critic")
-    tokens = _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
-    tokens *= shared["critic"]
-    updates = Updates(
-        mini_prompts=mini,
-        mini_rows=mini * config.actor_rollout_ref.rollout.n,
-        epochs=_first(critic.ppo_epochs, actor.ppo_epochs),
-        per_epoch=config.data.train_batch_size // mini,
-        micro=_micro(dynamic, size, tokens),
-        shuffle=_first(critic.shuffle, actor.shuffle),
-        loss_agg_mode=_first(critic.loss_agg_mode, actor.loss_agg_mode),
-    )
-    forward = _first(critic.forward_micro_batch_size_per_gpu, size)
-    return {
-        "critic": updates,
-        "value_micro": _micro(dynamic, forward, tokens),
-        "critic_warmup": config.trainer.critic_warmup,
-        "critic_model_path": _first(critic.model.path, config.actor_rollout_ref.model.path),
-    }
+def _micro(config: Config, role: str, size: int | None, tokens: int | None) -> Micro:
+    """Return the micro-batches of the passes of "actor", "rollout", "ref" or "critic".
 
-
-def _forward_passes(config: Config, shared: dict[str, int]) -> dict[str, Any]:
-    """Return the micro-batches of old and reference log-probs. null in their sections means the
-    actor's value.
+    size, tokens: limits on one device. None: the actor's in updates.
     """
-    sections: dict[str, Any] = {
-        "rollout": config.actor_rollout_ref.rollout,
-        "ref": config.actor_rollout_ref.ref,
-    }
     actor = config.actor_rollout_ref.actor
-    ranks = {"rollout": shared["actor"], "ref": shared["ref"]}
-    micro = {}
-    for name, section in sections.items():
-        size = section.log_prob_micro_batch_size_per_gpu
-        tokens = section.log_prob_max_token_len_per_gpu
-        micro[name] = _micro(
-            uses_dynamic_batches(config, name),
-            _first(size, actor.ppo_micro_batch_size_per_gpu),
-            _first(tokens, actor.ppo_max_token_len_per_gpu) * ranks[name],
+    if not uses_dynamic_batches(config, role):
+        return Micro(_first(size, actor.ppo_micro_batch_size_per_gpu), None)
+    devices = sequence_parallel(config)["actor" if role == "rollout" else role]
+    return Micro(None, _first(tokens, actor.ppo_max_token_len_per_gpu) * devices)
+
+
+def _passes(config: Config) -> dict[str, Any]:
+    """Return the fields about updates, and about the passes that compute log-probs and values."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    log_probs = {
+        role: _micro(
+            config,
+            role,
+            section.log_prob_micro_batch_size_per_gpu,
+            section.log_prob_max_token_len_per_gpu,
         )
-    return {
-        "log_prob_micro": micro["rollout"],
-        "ref_micro": micro["ref"]
-        if computes_reference(config) or computes_teacher(config)
-        else None,
+        for role, section in (("rollout", policy.rollout), ("ref", policy.ref))
     }
+    found: dict[str, Any] = {
+        "actor": _updates(config, policy.actor, _micro(config, "actor", None, None)),
+        "log_prob_micro": log_probs["rollout"],
+        "ref_micro": None,
+        "critic": None,
+        "value_micro": None,
+        "critic_warmup": 0,
+        "critic_model_path": None,
+    }
+    if computes_reference(config) or computes_teacher(config):
+        found["ref_micro"] = log_probs["ref"]
+    if needs_critic(config):
+        size, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+        forward = _first(critic.forward_micro_batch_size_per_gpu, size)
+        found |= {
+            "critic": _updates(config, critic, _micro(config, "critic", size, tokens)),
+            "value_micro": _micro(config, "critic", forward, tokens),
+            "critic_warmup": config.trainer.critic_warmup,
+            "critic_model_path": _first(critic.model.path, policy.model.path),
+        }
+    return found
 
 
 def _algorithm(config: Config, updates: Updates) -> dict[str, Any]:
@@ -1043,10 +1035,6 @@ def count(files: list[str]) -> int | None:
 
 def _limited(rows: int | None, limit: int) -> int | None:
     return rows if rows is None or limit < 0 else min(rows, limit)
-
-
-def _micro(dynamic: bool, size: int | None, max_tokens: int) -> Micro:
-    return Micro(None, max_tokens) if dynamic else Micro(size, None)
 
 
 def _first(value: Any, otherwise: Any) -> Any:
