@@ -94,24 +94,11 @@ def plan_run(
     given = compose(name, [*of_file, *overrides], folder, check=False)
     problems = list(_conflicts(given, hosts))
     settings |= {NODES: len(hosts), DEVICES: hosts[0].slots}
-    if given.config.trainer.device != "cpu" and "trainer.device" not in given.user_keys:
-        settings["trainer.device"] = "cuda"  # CPU slots must not replace GPUs that are missing
-    kept = training.without_shape([*home_paths(given), *overrides])
+    kept = training.for_other_machines(given, overrides)
     everything = [*(override(key, value) for key, value in settings.items()), *kept]
-    try:
-        loaded = training.checked(name, everything, folder)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if problems:
-        raise ConfigError(problems)
+    loaded = training.checked(name, everything, folder, problems)
     run = _run(hosts, nodes, loaded, [*training.options(name, folder), *everything], root)
     return run, [*loaded.notes, *notes]
-
-
-def home_paths(given: Loaded) -> list[str]:
-    """Return overrides for the paths in the user's YAML that begin with ~. It is this user's home,
-    as on the command line (`with_home`), also where the run starts."""
-    return [override(key, value) for key, value in given.from_home.items()]
 
 
 def passed_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -145,10 +132,7 @@ def _conflicts(given: Loaded, hosts: list[Host]) -> Iterator[Problem]:
         if key in given.user_keys and typed != value:
             rule = f"the hostfile has another number of {what}: {value}"
             yield Problem(key, typed, rule, "Leave the key out, or correct the hostfile.")
-    address = given.config.ray_kwargs.ray_init.address
-    if address is not None:
-        rule = "the launcher starts a Ray cluster of its own"
-        yield Problem("ray_kwargs.ray_init.address", address, rule, "Leave it out.")
+    yield from training.own_cluster(given, "the launcher")
 
 
 def _run(

@@ -22,11 +22,10 @@ from verlite import hub
 from verlite.config.commands import PPO
 from verlite.config.load import Loaded, compose
 from verlite.config.plan import computes_teacher, needs_critic
-from verlite.config.problems import ConfigError, Note, Problem
+from verlite.config.problems import Note, Problem
 from verlite.config.schema import Config
 from verlite.config.sources import from_command_line
 from verlite.launch import training
-from verlite.launch.hosts import home_paths
 from verlite.launch.slurm_options import Options, Runtime
 from verlite.launch.training import DEVICES, NODES
 from verlite.masking import URL_SECRET, display, is_secret
@@ -151,18 +150,11 @@ def plan_job(options: Options, arguments: list[str]) -> tuple[SlurmJob, list[Not
     nodes = options.nodes or config.trainer.nnodes
     devices = options.gpus_per_node or config.trainer.n_gpus_per_node
     problems = [*_option_problems(options, given, devices), *_secrets(overrides)]
-    kept = training.without_shape([*home_paths(given), *overrides])
-    if gpus and "trainer.device" not in given.user_keys:
-        kept.append("trainer.device=cuda")  # CPU slots must not replace GPUs that are missing
+    kept = training.for_other_machines(given, overrides)
     shape = [f"{NODES}={nodes}", f"{DEVICES}={devices}"]
-    try:
-        # Files in a container, or that --prepare writes, are checked by the job itself.
-        files_later = bool(options.container or options.prepare)
-        loaded = training.checked(name, [*kept, *shape], path, files_later)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if problems:
-        raise ConfigError(problems)
+    # Files in a container, or that --prepare writes, are checked by the job itself.
+    files_later = bool(options.container or options.prepare)
+    loaded = training.checked(name, [*kept, *shape], path, problems, files_later)
     job_name = re.sub(r"[^\w.-]+", "-", options.job_name or config.trainer.experiment_name)
     own_path = os.environ.get("PYTHONPATH")
     job = SlurmJob(
@@ -201,10 +193,7 @@ def _option_problems(options: Options, given: Loaded, devices: int) -> Iterator[
     if options.cpus_per_task is not None and options.cpus_per_task < devices:
         rule = f"each of the {devices} devices of a machine needs a core"
         yield Problem("--cpus-per-task", options.cpus_per_task, rule, f"Use at least {devices}.")
-    if config.ray_kwargs.ray_init.address is not None:
-        rule = "the job starts a Ray cluster of its own"
-        address = config.ray_kwargs.ray_init.address
-        yield Problem("ray_kwargs.ray_init.address", address, rule, "Leave it out.")
+    yield from training.own_cluster(given, "the job")
     mode = config.trainer.resume_mode
     if options.requeue and mode != "auto":
         rule = "a job that starts again would lose its progress, and --requeue is on"
