@@ -4,10 +4,9 @@ resumes from, and what it must match.
 torch is imported in functions: the first of them run before it is loaded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verlite import hub
@@ -35,16 +34,28 @@ def run_directory(found: Preflight) -> None:
 def checkpoint(found: Preflight) -> None:
     """Find the checkpoint to resume from, and compare its settings."""
     begin_run()
-    found.checkpoint, found.state = found.on_first_rank(
-        partial(
-            find_checkpoint,
-            found.config.trainer,
-            found.settings,
-            found.code,
-            found.findings.warnings.append,
-            found.is_run,
-        )
-    )
+    found.checkpoint, found.state = found.on_first_rank(partial(_compared_checkpoint, found))
+
+
+def _compared_checkpoint(found: Preflight) -> tuple[checkpoints.Checkpoint | None, dict[str, Any]]:
+    """Return the checkpoint to resume from, with its state.
+
+    Raises:
+        RunRefused: settings differ. CheckpointError: see `checkpoints.find`.
+    """
+    mode, path = found.config.trainer.resume_mode, found.config.trainer.resume_from_path
+    warnings = found.findings.warnings
+    saved = checkpoints.find(found.run_dir, mode, path, warnings.append, clean=found.is_run)
+    if saved is None and not found.is_run:
+        return None, {"step": 0}
+    # A run reads the files also without a checkpoint: they may change before the first save.
+    now, files = found.settings(), found.code()
+    if saved is None:
+        return None, {"step": 0}
+    state = saved.state()
+    warnings += refuse_changes(now, state["critical"])
+    warnings += changed_code(files, state.get("code", {}))
+    return saved, state
 
 
 @contextmanager
@@ -157,40 +168,6 @@ def steps_left(found: Preflight) -> None:
             f"{found.checkpoint and found.checkpoint.path} is {place} the last step, "
             f"{found.total_steps}: a run would find nothing left to train, and write the export"
         )
-
-
-def find_checkpoint(
-    trainer: Any,
-    settings: Callable[[], dict[str, Any]],
-    code: Callable[[], dict[str, str]],
-    warn: Callable[[str], None],
-    is_run: bool,
-) -> tuple[checkpoints.Checkpoint | None, dict[str, Any]]:
-    """Find the checkpoint to resume from, and compare its settings. Return it with its state.
-
-    Args:
-        trainer: the section of the configuration, with absolute paths.
-        settings, code: read the settings that must not change, and the digests of the user's files.
-        is_run: leftovers are removed (`checkpoints.newest`), and the files are read also without a
-            checkpoint: they may change before the first save.
-
-    Raises:
-        RunRefused: settings differ. CheckpointError: see `checkpoints.find`.
-    """
-    run_dir, mode = Path(trainer.default_local_dir), trainer.resume_mode
-    found = checkpoints.find(run_dir, mode, trainer.resume_from_path, warn, clean=is_run)
-    if found is None and not is_run:
-        return None, {"step": 0}
-    now, files = settings(), code()
-    if found is None:
-        return None, {"step": 0}
-    state = found.state()
-    for line in (
-        *refuse_changes(now, state["critical"]),
-        *changed_code(files, state.get("code", {})),
-    ):
-        warn(line)
-    return found, state
 
 
 MOVED = (
