@@ -140,6 +140,22 @@ def parse_json(content: bytes) -> Any:
         raise ValueError("the JSON is nested too deeply") from error
 
 
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects of a file of JSON lines, and how many other lines it has: a run that was
+    killed may have cut one.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has more than LINES_MAX_BYTES.
+    """
+    lines = [line for line in read_bytes(path, LINES_MAX_BYTES).split(b"\n") if line.strip()]
+    objects = []
+    for line in lines:
+        with suppress(ValueError):
+            value = parse_json(line)
+            objects += [value] if isinstance(value, dict) else []
+    return objects, len(lines) - len(objects)
+
+
 _KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a truth value"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.terminal import clean
-from verlite.trainer.tracking import MetricsLines
+from verlite.trainer.tracking import MetricsLines, is_held_out
 
 SCORE = "critic/score/mean"
 LOSS = "train/loss"
@@ -51,11 +51,7 @@ def read_curve(metrics_file: Path) -> Curve:
     lines = found.values()
     training = _points(lines, SCORE)
     keys = dict.fromkeys(key for line in lines for key in line)
-    sources = {
-        "/".join(key.split("/")[1:-2]): key
-        for key in keys
-        if key.startswith("val-core/") and "/mean@" in key
-    }
+    sources = {"/".join(key.split("/")[1:-2]): key for key in keys if is_held_out(key)}
     validation = {
         source: _points(lines, key)
         for source, key in itertools.islice(sources.items(), MAX_SOURCES)

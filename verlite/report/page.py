@@ -20,11 +20,9 @@ from typing import Any
 
 from verlite import __version__
 from verlite.files import (
-    LINES_MAX_BYTES,
     one_line,
-    parse_json,
-    read_bytes,
     read_json,
+    read_json_lines,
     read_text,
     replace_file,
 )
@@ -236,19 +234,19 @@ def _error(path: Path) -> str | None:
 def _warnings(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the warnings of every step once. A resumed run repeats those of lost steps."""
     try:
-        lines = read_bytes(path / WARNINGS, LINES_MAX_BYTES).split(b"\n")
+        lines, unreadable = read_json_lines(path / WARNINGS)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         notes.append(f"{WARNINGS} cannot be read: {error}")
         return []
     found = {}
-    for line in filter(bytes.strip, lines):
+    for value in lines:
         try:
-            value = parse_json(line)
             found[int(value["step"]), str(value["name"])] = str(value["text"])
         except (ValueError, TypeError, KeyError):
-            notes.append(f"a line of {WARNINGS} cannot be read")
+            unreadable += 1
+    notes += [f"a line of {WARNINGS} cannot be read"] * unreadable
     return [
         {"step": step, "name": name, "text": text} for (step, name), text in sorted(found.items())
     ]

@@ -17,7 +17,7 @@ from verlite.report.curve import LOSS, SCORE
 from verlite.report.stacks import is_locked
 from verlite.trainer.checkpoints import last_saved
 from verlite.trainer.run_record import RUN_FILE, RunFile, read
-from verlite.trainer.tracking import METRICS, parse_metrics
+from verlite.trainer.tracking import METRICS, is_held_out, parse_metrics
 
 MARKS = {RUN_FILE, METRICS, ".lock"}
 """Files that only run directories have."""
@@ -233,11 +233,7 @@ def _last_metrics(run_dir: Path, notes: list[str]) -> tuple[int | None, str, flo
 
 def _held_out(values: dict[str, Any]) -> tuple[str, float] | None:
     """Return the name and value of a line's validation score or loss."""
-    scores = {
-        key: value
-        for key, value in values.items()
-        if key.startswith("val-core/") and "/mean@" in key and value is not None
-    }
+    scores = {key: value for key, value in values.items() if is_held_out(key) and value is not None}
     if len(scores) > 1:
         return "val-core", fmean(scores.values())
     if not scores and values.get("val/loss") is not None:

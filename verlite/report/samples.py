@@ -14,7 +14,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from verlite.control.flow import State
-from verlite.files import LINES_MAX_BYTES, one_line, parse_json, read_bytes, read_json
+from verlite.files import one_line, read_json, read_json_lines
 from verlite.terminal import clean
 from verlite.trainer.checkpoints import PREFIX, STATE, last_saved
 
@@ -59,23 +59,14 @@ def read_samples(
         raise ValueError(f"{run_dir} has no samples of step {step}. Available steps: {available}")
     path = run_dir / "rollouts" / f"{prefix}{step}.jsonl"
     try:
-        lines = list(filter(bytes.strip, read_bytes(path, LINES_MAX_BYTES).split(b"\n")))
+        objects, unreadable = read_json_lines(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    samples = [sample for sample in map(_parse, lines) if sample is not None]
+    samples = [one for one in objects if type(one.get("score")) in (int, float, type(None))]
+    lines = len(objects) + unreadable
     if lines and not samples:
-        raise ValueError(f"{path} is damaged: none of its {len(lines)} lines can be read")
-    return path, samples, len(lines) - len(samples)
-
-
-def _parse(line: bytes) -> Sample | None:
-    """Return the sample of a line, None if it is not a sample."""
-    try:
-        sample = parse_json(line)
-    except ValueError:
-        return None
-    is_sample = isinstance(sample, dict) and type(sample.get("score")) in (int, float, type(None))
-    return sample if is_sample else None
+        raise ValueError(f"{path} is damaged: none of its {lines} lines can be read")
+    return path, samples, lines - len(samples)
 
 
 STATE_WORDS = {

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from verlite.config.plan import Plan
-from verlite.files import LINES_MAX_BYTES, parse_json, read_bytes
+from verlite.files import read_json_lines
 from verlite.sizing.simulation import (
     WARM_UP,
     Costs,
@@ -105,7 +105,9 @@ def read_recorded(run_dir: Path, plan: Plan) -> Recorded:
                     "the directory of a main_ppo run of this version."
                 )
         path = run_dir / "rollouts" / f"step_{line['step']}.jsonl"
-        records = _read_samples(path)
+        records = []
+        with suppress(FileNotFoundError):
+            records = [record for record in read_json_lines(path)[0] if "uid" in record]
         prompt = round(line["prompt_length/mean"])
         is_whole = len(records) == plan.batch_size
         try:
@@ -129,18 +131,6 @@ def read_recorded(run_dir: Path, plan: Plan) -> Recorded:
     return Recorded(
         run_dir, lines[WARM_UP:], len(lines), plan.samples_per_prompt, groups, pool, share
     )
-
-
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = read_bytes(path, LINES_MAX_BYTES).split(b"\n")
-    except FileNotFoundError:
-        return []
-    records = []
-    for line in filter(bytes.strip, lines):
-        with suppress(ValueError):  # a run that was killed may have cut it
-            records.append(parse_json(line))
-    return [record for record in records if isinstance(record, dict) and "uid" in record]
 
 
 def _sample(record: dict[str, Any], prompt: int) -> Sample:

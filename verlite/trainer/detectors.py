@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verlite.config.schema import DetectConfig
+from verlite.trainer.tracking import is_held_out
 
 Metrics = Mapping[str, float]
 Detector = Callable[[Metrics, Sequence[Metrics], float], str | None]
@@ -114,7 +115,7 @@ class Detectors:
                 if self._is_due(name, text is not None, patience) and text is not None:
                     due.append(Finding(step, name, text))
         self._history.append(
-            {key: value for key, value in now.items() if key in USED or _is_validation(key)}
+            {key: value for key, value in now.items() if key in USED or is_held_out(key)}
         )
         self._history = needed(self._history)
         return due
@@ -133,7 +134,7 @@ class Detectors:
 def needed(history: list[Metrics]) -> list[Metrics]:
     """Return the steps that detectors read: the first ones, also of those with memory, the newest
     validations, and the newest steps. So a step costs the same however long the run is."""
-    validated = [n for n, metrics in enumerate(history) if any(map(_is_validation, metrics))]
+    validated = [n for n, metrics in enumerate(history) if any(map(is_held_out, metrics))]
     own = [n for n, metrics in enumerate(history) if any(key in metrics for key in MEMORY)]
     newest = range(len(history) - WINDOW, len(history))
     kept = {*range(2 * START), *own[: 2 * START], *validated[-VALIDATIONS:], *newest}
@@ -190,7 +191,6 @@ REWARD_TIME = "timing_s/reward"
 TOOL_TIME = "rollout/slowest/tool_s"
 STEP_TIME = "timing_s/step"
 MEMORY = ("perf/driver_max_rss_gb", "actor/perf/cpu_memory_used_gb")
-VALIDATION = "val-core/"
 RANGE = (f"{SCORE}/min", f"{SCORE}/max")
 USED = {f"{SCORE}/mean", *RANGE, ENTROPY, GAP, LENGTH, FORMAT, *MEMORY}
 """Metrics of earlier steps that a detector reads, besides those of validation."""
@@ -367,7 +367,7 @@ def hacking(now: Metrics, before: Sequence[Metrics], limit: float) -> str | None
     """
     steps = [*before, now]
     spread = _spread(steps)
-    for key in sorted({key for metrics in steps for key in metrics if _is_validation(key)}):
+    for key in sorted({key for metrics in steps for key in metrics if is_held_out(key)}):
         found = _with_score(steps, key)
         if len(found) < 2 * SMOOTHED or not spread:
             continue
@@ -558,7 +558,3 @@ def _start(before: Sequence[Metrics], key: str) -> float:
     if len(values) < START // 2:
         raise Missing(key)
     return statistics.median(values)
-
-
-def _is_validation(key: str) -> bool:
-    return key.startswith(VALIDATION) and "/mean@" in key

@@ -43,6 +43,11 @@ FINISH_S = 10.0
 20 s after the last step (`control.limits.LEAVE_S`)."""
 
 
+def is_held_out(metric: str) -> bool:
+    """Return whether a metric is the mean score of a data source of validation."""
+    return metric.startswith("val-core/") and "/mean@" in metric
+
+
 class MetricsFile:
     """`metrics.jsonl`: one JSON object per step, append-only.
 
