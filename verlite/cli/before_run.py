@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verlite.cli.common import TrainingArguments, fail, load_config
+from verlite.cli.common import TrainingArguments, fail, failing, load_config
 
 if TYPE_CHECKING:
     from verlite.config.load import Loaded
@@ -165,10 +165,8 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
     from verlite.terminal import console
 
     made = make_plan(loaded.config)
-    try:
+    with failing(DevicesError):
         chosen = choose_devices(devices, made)
-    except DevicesError as error:
-        fail(error)
     terminal = console()
     terminal.print(replace(made, drawing="").table())  # placement_table shows more
     if loaded.lacking:

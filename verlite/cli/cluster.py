@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verlite.cli.common import fail
+from verlite.cli.common import fail, failing
 
 if TYPE_CHECKING:
     from verlite.launch.head import HeadSource
@@ -105,10 +105,8 @@ def start(
     from verlite.launch.start import Options, watch
     from verlite.launch.start import start as start_node
 
-    try:
+    with failing(ClusterError):
         ray_daemons.check_options(ray_options or [])
-    except ClusterError as error:
-        fail(error)
     source = _source(shared, head, port, no_auth, wait)
     options = Options(
         rank, source, address, num_cpus, num_gpus, dashboard_port, tuple(ray_options or [])
@@ -194,10 +192,8 @@ def _source(
     named = shared is not None or head is not None
     if not named:
         shared = Path(DEFAULT_SHARED)
-    try:
+    with failing(ClusterError):
         resolved = resolve_head(head, port) if head is not None else None
-    except ClusterError as error:
-        fail(error)
     authenticate = not no_auth and os.environ.get("RAY_AUTH_MODE", "token").lower() != "disabled"
     return HeadSource(
         shared=shared.expanduser().resolve() if shared is not None else None,

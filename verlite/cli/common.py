@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -23,6 +24,15 @@ def fail(error: object, code: int = 2) -> NoReturn:
     """Print an error to stderr and exit with `code`."""
     typer.echo(str(error), err=True)
     raise typer.Exit(code)
+
+
+@contextmanager
+def failing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
+    """End the command if the block raises one of these errors: see `fail`."""
+    try:
+        yield
+    except errors as error:
+        fail(error, code)
 
 
 def refuse(error: "ConfigError") -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from verlite.cli.common import TrainingArguments, fail, from_data_classes, refuse
+from verlite.cli.common import TrainingArguments, fail, failing, from_data_classes, refuse
 from verlite.files import replace_file
 from verlite.launch.slurm_options import Options
 
@@ -135,10 +135,8 @@ def hostfile(
     tokens = [variable for _, _, variable in job.services if variable in os.environ]
     environment |= {name: os.environ[name] for name in [*tokens, *(env or [])]}
     remote = Remote(ssh_words, python or own_python(), os.getcwd(), environment)
-    try:
+    with failing(ClusterError, code=1):
         code = Launcher(job, remote, _say, wait, service_wait).run()
-    except ClusterError as error:
-        fail(error, code=1)
     raise typer.Exit(code)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verlite.cli.common import TrainingArguments, fail
+from verlite.cli.common import TrainingArguments, fail, failing
 
 if TYPE_CHECKING:
     from verlite.data.dataset import Answer
@@ -80,7 +80,7 @@ def contract(
 
     Exit code 1 if there are problems.
     """
-    try:
+    with failing(ValueError):
         settings = json.loads(kwargs)
         if not isinstance(settings, dict):
             raise ValueError(
@@ -92,8 +92,6 @@ def contract(
             problems = _gateway_problems(function)
         else:
             problems = _problems(kind, function, settings, whitens, data)
-    except ValueError as error:
-        fail(error)
     for problem in problems:
         print(f"- {problem}")
     if problems:
@@ -198,7 +196,7 @@ def tasks(
     from verlite.gateway.verifiers import tasks as read_tasks
     from verlite.spec.roles import AgentSpec
 
-    try:
+    with failing(ConfigError, DataError, ProgramError, OSError):
         name, folder, overrides, _ = parse_argv(arguments or [])
         anything = {"actor_rollout_ref.model.path": "any"}  # rows do not depend on the model
         config = compose(name, [anything, *overrides], folder, check=False).config
@@ -220,8 +218,6 @@ def tasks(
         parts = split(rows, hold_out) if hold_out else (rows,)
         for target, part in zip(targets, parts, strict=True):
             print_written(target, part, write_parquet(part, target))
-    except (ConfigError, DataError, ProgramError, OSError) as error:
-        fail(error)
 
 
 def data(
@@ -274,7 +270,7 @@ def data(
         fail(f"--output={output} must end with .parquet.")
     test_file = target.with_stem(f"{target.stem}_test")
     name = source or Path(files[0]).stem
-    try:
+    with failing(DataError, OSError):
         paths = [find_file(file) for file in files]
         if {target.resolve(), test_file.resolve()} & {path.resolve() for path in paths}:
             raise DataError(f"--output={output} is one of the files that are read")
@@ -287,8 +283,6 @@ def data(
             rows, test = split(rows, hold_out)
             print_written(test_file, test, write_parquet(test, test_file))
         print_written(target, rows, write_parquet(rows, target))
-    except (DataError, OSError) as error:
-        fail(error)
     for line in statistics([*rows, *test]):
         print(f"  {line}")
     print("the first row:")

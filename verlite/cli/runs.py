@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verlite.cli.common import fail
+from verlite.cli.common import fail, failing
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -30,10 +30,8 @@ def stacks(
     from verlite.controller.stacks import render
     from verlite.report.stacks import StacksError, ask
 
-    try:
+    with failing(StacksError):
         answer = ask(Path(run_dir), wait)
-    except StacksError as error:
-        fail(error)
     typer.echo(render(answer))
     if not all(worker["stacks"] for worker in answer["workers"]):
         raise typer.Exit(1)
@@ -54,11 +52,9 @@ def curve(
     from verlite.report.curve import draw, plot, read_curve
 
     target = Path(picture.replace("RUN_DIR", run_dir))
-    try:
+    with failing(ValueError, OSError):
         rewards = read_curve(Path(run_dir) / "metrics.jsonl")
         draw(rewards, target, run_dir)
-    except (ValueError, OSError) as error:
-        fail(error)
     is_loss = rewards.value == "loss"
     curves = {"of each step" if is_loss else "of each step's samples": rewards.training}
     for source, points in rewards.validation.items():
@@ -174,12 +170,10 @@ def export(
     from verlite.report.export import Base, export_checkpoint, find_checkpoint
     from verlite.trainer.checkpoints import CheckpointError
 
-    try:
+    with failing(CheckpointError):
         found = find_checkpoint(Path(checkpoint).expanduser(), partial(typer.echo, err=True))
         base = Base(model, tokenizer, adapter, trust_remote_code) if model else None
         difference = export_checkpoint(found, Path(target).expanduser(), base, dtype)
-    except CheckpointError as error:
-        fail(error)
     print(f"wrote {found.path} to {target} in {dtype}")
     print(f"largest log-prob difference after reloading: {difference:.1e}")
 
@@ -203,10 +197,8 @@ def bugreport(
     target = Path(output)
     if target.is_dir():
         fail(f"--output={target} is a folder. Give the name of the zip file to write.")
-    try:
+    with failing(ValueError, OSError):
         written = write(Path(run_dir), target)
-    except (ValueError, OSError) as error:
-        fail(error)
     for name, size in written:
         print(f"{size_text(size):>10}  {name}")
     print(f"wrote {target} ({size_text(target.stat().st_size)})")
@@ -245,10 +237,8 @@ def ls(
     from verlite.report.runs import find_runs
     from verlite.terminal import console
 
-    try:
+    with failing(ValueError):
         found = find_runs(Path(folder), depth)
-    except ValueError as error:
-        fail(error)
     for line in found.skipped:
         typer.echo(f"note: {line}", err=True)
     if as_json:
@@ -324,10 +314,8 @@ def show(
     from verlite.report.samples import drawn_prompts, legend, lowest_scores, read_samples, render
     from verlite.terminal import console
 
-    try:
+    with failing(ValueError):
         path, samples, unreadable = read_samples(Path(run_dir), step, validation)
-    except ValueError as error:
-        fail(error)
     shown = lowest_scores(samples, worst) if worst else samples[:count]
     out = console()
     out.print(f"{path}: {len(shown)} of {len(samples)} samples", legend(), highlight=False)

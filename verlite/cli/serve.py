@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from verlite.cli.common import fail, from_data_classes
+from verlite.cli.common import fail, failing, from_data_classes
 from verlite.rollout.servers.command import ServerOptions
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Listen:
         from verlite.http.server import ServiceError, bind, open_to_others
 
         token = None
-        try:
+        with failing(TokenError), failing(ServiceError, code=1):
             if self.token_env and self.token_file:
                 raise TokenError("--token-env and --token-file are both given; keep one")
             if self.token_env:
@@ -58,10 +58,6 @@ class Listen:
             elif self.token_file:
                 token = token_of_file(self.token_file, "--token-file")
             bound = bind(self.host, self.port)
-        except TokenError as error:
-            fail(error)
-        except ServiceError as error:
-            fail(error, code=1)
         if token is None and open_to_others(bound):
             typer.echo(
                 f"warning: every machine that reaches {self.host} can use this service; "
@@ -138,7 +134,7 @@ def retriever(
     from verlite.services.retriever import make_app, progress
 
     bound, token = listen.reserve()
-    try:
+    with failing(ServiceError, OSError):
         if rebuild and index is None:
             raise ServiceError("--rebuild has no effect without --index DIR")
         if retriever == Retriever.dense:
@@ -150,8 +146,6 @@ def retriever(
         folder = Path(index) if index else None
         with progress() as track:
             passages = open_index(Path(corpus), finder, folder, rebuild, track)
-    except (ServiceError, OSError) as error:
-        fail(error)
     service = make_app(passages, finder, topk, max_batch, max_body, max_queries, token)
     address = url(bound, "/retrieve")
     line = f"serving {len(passages)} documents ({finder.name}) at {address}"
@@ -230,14 +224,12 @@ def reward(
 
     bound, token = listen.reserve()
     template = TEMPLATES[prompt_template]
-    try:
+    with failing(ServiceError, FunctionError):
         files = [file for file in (dataset or "").split(",") if file]
         truths = read_truths(files, input_key, answer_key, template) if files else None
         limits = (item_timeout, processes, max_waiting)
         scorer = Scoring(function, format_weight, *limits, secret_env or [])
         scorer.start()
-    except (ServiceError, FunctionError) as error:
-        fail(error)
     service = make_app(scorer, truths, template, max_body, max_answers, token)
     known = f"{len(truths)} ground truths" if truths else "the ground truths of requests"
     line = f"scoring with {known} at {url(bound, '/get_reward')}"
@@ -343,10 +335,8 @@ def reference(
         max_tokens_per_gpu,
         trust_remote_code,
     )
-    try:
+    with failing(ScoringError, code=1):
         scorer = TokenScorer(settings)
-    except ScoringError as error:
-        fail(error, code=1)
     info = ModelInfo(
         model=scorer.identity, name=Path(model_path).name, ranks=settings.ranks, **scorer.facts
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verlite.cli.common import TrainingArguments, fail, from_data_classes, load_config
+from verlite.cli.common import TrainingArguments, fail, failing, from_data_classes, load_config
 
 if TYPE_CHECKING:
     from verlite.config.load import Loaded
@@ -89,14 +89,12 @@ def simulate(
                      "the option, or the run")  # fmt: skip
     if devices is not None and not any("trainer.device=" in text for text in rest):
         rest = ["trainer.device=cuda", *rest]
-    try:
+    with failing(OSError, ValueError):
         if run_dir is None:
             loaded = load_config(rest, "verlite simulate", True)
             _planned(loaded, costs, samples, devices, steps or STEPS, as_json)
         else:
             _recorded(run_dir, rest, costs, samples, as_json)
-    except (OSError, ValueError) as error:
-        fail(error)
 
 
 def _run_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
