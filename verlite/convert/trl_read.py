@@ -250,8 +250,9 @@ def _around(tree: ast.AST, constants: Settings) -> Iterator[tuple[str, Any]]:
         if name.rsplit(".", 1)[-1] in TEMPLATES:
             yield "chat_template", Computed(ast.unparse(node))
         if name.endswith("CausalLM.from_pretrained"):
-            for field in set(words) & set(QUANTIZED):
-                yield field, _value(words[field], constants)
+            for field in QUANTIZED:
+                if field in words:
+                    yield field, _value(words[field], constants)
         if name.endswith(".train") and "resume_from_checkpoint" in words:
             yield "resume_from_checkpoint", _value(words["resume_from_checkpoint"], constants)
 
