@@ -52,7 +52,8 @@ def environment(folder: Path, gpus: int = 8) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short"]  # a long one prints whole tensors
+    # A long traceback prints whole tensors. Tests wait for as long as a busy machine takes.
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--timeout=3000"]
     command = [sys.executable, "-m", "pytest", *options, *sys.argv[1:]]
     if not any(argument.startswith("tests") for argument in sys.argv[1:]):
         command.append(str(HERE))

@@ -1,8 +1,8 @@
 """Where verlite's code depends on a GPU, and which test has executed the side of the GPU.
 
-`python -m tests.gpu_dry.branches` runs all tests of this folder, and CPU_TESTS, with each such
-place watched, and writes the table of docs/verified.md. With TESTs as arguments it runs these;
-rows of places that they do not reach keep what they say.
+`python -m tests.gpu_dry.branches` runs the tests that the table of docs/verified.md names, with
+each such place watched, and writes the table. With TESTs or files as arguments it runs these, which
+add rows: those of places that they do not reach keep what they say.
 """
 
 import ast
@@ -19,15 +19,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/verified.md"
 LOG = "DRY_BRANCHES"
-CPU_TESTS = [
-    f"tests/{name}.py"
-    for name in (
-        "spec/test_weight_routes config/test_machine config/test_plan config/test_notes"
-        " config/test_rules sizing/test_memory sizing/test_tables sizing/test_measure"
-        " config/test_sft launch/test_slurm launch/test_hostfile launch/test_cluster"
-        " controller/test_gpus report/test_bugreport services/test_serve_on_gpus"
-    ).split()
-]
 WORDS = re.compile(
     r"cuda|'ipc'|nvml|\bhip\b|rocm|device\.type|device_kind|placement\.kind|capability|has_own_memory"
     r"|visible_gpus|_flash_fits|\bGPU\b"
@@ -188,8 +179,10 @@ def executed(log: Path) -> dict[Place, str]:
 def main(tests: list[str]) -> None:
     from tests.test_gpu_dry import PYTHON, missing
 
-    old = read_page() if tests else {}
-    tests = tests or ["tests/gpu_dry", *CPU_TESTS]
+    page = read_page()
+    old = page if tests else {}
+    named = {f"tests/{name.strip('`')}" for name in page.values() if name != "never"}
+    tests = tests or sorted(named)
     dry = [test for test in tests if test.startswith("tests/gpu_dry")]
     if dry and (reason := missing()):
         sys.exit(f"not run: {dry}: {reason}")

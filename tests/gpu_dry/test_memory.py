@@ -35,7 +35,7 @@ def test_a_plan_says_what_each_phase_needs(shape: str, tmp_path: Path) -> None:
     reward = write_reward(tmp_path / "reward.py", "return float(len(set(solution_str)))")
     arguments = [*phases.options(tmp_path, shape), f"custom_reward_function.path={reward}"]
     run = Launch(tmp_path / "run", arguments, tmp_path / "log")
-    assert run.wait(400) == 0, run.text()
+    assert run.wait(1500) == 0, run.text()
     calls = phases.calls(tmp_path / "phases")
     wrong = []
     for phase, planned in phases.planned(tmp_path, shape).items():
@@ -70,7 +70,7 @@ def test_nobody_takes_or_frees_memory_beside_an_engine_that_starts_or_sleeps(
         "ray_kwargs.ray_init.address=local",
     ]
     run = Launch(tmp_path / "run", arguments, tmp_path / "log")
-    assert run.wait(400) == 0, run.text()
+    assert run.wait(1500) == 0, run.text()
     assert not list((tmp_path / "deaths").iterdir()), run.text()
     calls = [call for call in phases.calls(tmp_path / "phases") if call.role == "rollout"]
     starts = [call for call in calls if call.method == "build"]

@@ -61,14 +61,14 @@ def sync(by: int) -> dict[str, Tensor]:
     device, offer = torch.device("cuda", 0), [None]
     values = torch.arange(5 << 20, dtype=torch.float32) * by
     if dist.get_rank() == 0:
-        sender = WeightSender("127.0.0.1", dist.get_world_size() - 1, device, timeout_s=30)
+        sender = WeightSender("127.0.0.1", dist.get_world_size() - 1, device, timeout_s=600)
         offer = [sender.offer()]
     dist.broadcast_object_list(offer, device="cpu")
     if dist.get_rank() == 0:
         publish(((f"w{i}", (values + i).to(device)) for i in range(3)), [sender], 12 << 20)
         sender.abort("the test ends")
         return {f"w{i}": values + i for i in range(3)}
-    receiver = WeightReceiver(device, timeout_s=30)
+    receiver = WeightReceiver(device, timeout_s=600)
     files = receiver.receive(offer[0], dist.get_rank())
     found = {name: tensor.clone() for name, tensor in BucketFiles(tuple(files.paths))}
     files.close()

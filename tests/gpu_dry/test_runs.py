@@ -19,7 +19,7 @@ function than on a CPU. Losses are sums of terms that cancel, so what is absolut
 
 def run(folder: Path, name: str, *options: str) -> Launch:
     started = Launch(folder / name, [*options], folder / f"{name}.log")
-    assert started.wait(200) == 0, started.text()
+    assert started.wait(1000) == 0, started.text()
     return started
 
 
@@ -102,7 +102,7 @@ def test_engines_on_gpus_of_their_own(tiny_qwen2: str, tmp_path: Path) -> None:
     ]
     path = {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
     stuck = Launch(tmp_path / "stuck", base, tmp_path / "stuck.log", environment=path)
-    assert stuck.wait(200) == 76, stuck.text()
+    assert stuck.wait(1000) == 76, stuck.text()
     assert "actor.update made no progress for 30 s" in words(stuck), stuck.text()
     assert "meets_alone.py" in stuck.text(), "the stack of the rank that waits"
     stuck.assert_nothing_left()

@@ -38,7 +38,6 @@ def test_a_run_and_its_resumed_twin_equal_the_cpu(tiny_qwen2: str, tmp_path: Pat
             env=os.environ | {"DRY_STRICT": "1"} | variables,
             capture_output=True,
             text=True,
-            timeout=120,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return lines(tmp_path / name)

@@ -107,4 +107,16 @@ MUTANTS = [
         result(_waits),
         (ENGINE,),
     ),
+    Mutant(
+        "offloaded tensors stay in pageable memory",
+        "verlite.engine.offload:_lock_pages",
+        does_nothing,
+        (ENGINE,),
+    ),
+    Mutant(
+        "the hf engine sleeps with its weights on the GPU",
+        "verlite.rollout.engines.hf:_frees_weights",
+        returns(False),
+        (ROLES,),
+    ),
 ]
