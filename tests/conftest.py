@@ -13,18 +13,20 @@ from verlite import threads
 # have what they have in any run.
 threads.use(1)  # before torch is loaded
 
-from tests.models import tiny_model  # noqa: E402
-
 
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the folder of a random 2-layer Qwen2 model with untied embeddings."""
+    from tests.models import tiny_model  # here: pytest-xdist's own process needs no torch
+
     return tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the folder of a random 2-layer Llama model with tied embeddings."""
+    from tests.models import tiny_model
+
     return tiny_model(
         tmp_path_factory.mktemp("models") / "llama", "llama", tie_word_embeddings=True
     )

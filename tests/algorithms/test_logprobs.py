@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
 from verlite.algorithms import logprobs
@@ -206,6 +205,8 @@ def test_all_chunks_are_computed_by_one_graph(
     monkeypatch: pytest.MonkeyPatch, with_entropy: bool
 ) -> None:
     """Else a row's bits would depend on what the process computed before it."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
     counter = CompileCounterWithBackend("aot_eager")
     compile_function: Any = torch.compile
 

@@ -5,18 +5,18 @@ import logging
 import resource
 import threading
 
-import anthropic
 import httpx
-import openai
 import pytest
 import uvicorn
 
 from tests.gateway.speaker import Speaker, session_of, tool, user
 from tests.gateway.test_gateway import CALL, TOOLS, rendered, tokenizer
+from tests.later import Later
 from verlite.envs.calculator import Calculator
 from verlite.gateway.conversation import Root, State
 
 ANSWERS = ("Well. " + CALL + CALL.replace("6*7", "1"), "It is 42.", "Bye.")
+anthropic, openai = Later("anthropic"), Later("openai")
 FUNCTION = Calculator.schema["function"]
 SYSTEM = "Be short."
 

@@ -7,12 +7,12 @@ import json
 import tracemalloc
 
 import httpx
-import openai
 import pytest
 import torch
 
 from tests.envs.test_chat import GOOD, QWEN, QWEN3, ids_of, tokenizer_of
 from tests.gateway.speaker import Client, Speaker, session_of, streamed, tool, user
+from tests.later import Later
 from tests.rollout.oracle import float64_model, naive_log_probs
 from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
@@ -25,6 +25,7 @@ from verlite.rollout.trajectory import Request, run_trajectory
 from verlite.rollout.types import EngineDied, Sampling, with_seed
 from verlite.spec.roles import GenerationSpec, ModelSpec
 
+openai = Later("openai")
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
 TOOLS = [Calculator.schema]
 CALLS_OF_QWEN = QWEN.replace(

@@ -7,16 +7,17 @@ import socket
 from dataclasses import replace
 
 import httpx
-import openai
 import pytest
 
 from tests.gateway.speaker import Speaker, session_of, user
 from tests.gateway.test_gateway import CALL, TOOLS, tokenizer
+from tests.later import Later
 from verlite.gateway import dialect, server
 from verlite.gateway.conversation import Node, State
 from verlite.gateway.dialect import Asked
 from verlite.rollout.types import Completion, EngineDied
 
+openai = Later("openai")
 DIALECTS = {
     "chat/completions": {"messages": [user("u")]},
     "completions": {"prompt": "u", "max_tokens": 100},

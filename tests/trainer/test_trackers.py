@@ -9,11 +9,12 @@ import sys
 import types
 
 import pytest
-import wandb
 
+from tests.later import Later
 from verlite.trainer import trackers
 from verlite.trainer.tracking import TrackedRun
 
+wandb = Later("wandb")
 SAMPLES = [
     {
         "prompt": "1+1\n=",
@@ -88,8 +89,8 @@ def wandb_fake(monkeypatch, error=None):
         offline = mode == "offline"
         return FakeRun(offline=offline, url=None if offline else "https://w/run", metrics=[])
 
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "teardown", lambda: calls.append("teardown"))
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr("wandb.teardown", lambda: calls.append("teardown"))
     monkeypatch.setattr(FakeRun, "define_metric", lambda *_, **__: None, raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     return calls
