@@ -21,23 +21,12 @@ from verlite.trainer.run import Run
 
 def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) -> DataProto:
     """Return one row per sample to generate: prompt, sampling parameters, and data for scoring."""
-    teachers = {}
+    names = ["prompt_ids", "messages", "data_source", "ground_truth", "extra_info", "index"]
     if rows[0].teacher_prompt_ids is not None:
-        teachers["teacher_prompt_ids"] = object_array([row.teacher_prompt_ids for row in rows])
-    return DataProto.from_dict(
-        {},
-        {
-            "uid": object_array(uids),
-            "prompt_ids": object_array([row.prompt_ids for row in rows]),
-            "sampling": object_array(samplings),
-            "messages": object_array([row.messages for row in rows]),
-            "data_source": object_array([row.data_source for row in rows]),
-            "ground_truth": object_array([row.ground_truth for row in rows]),
-            "extra_info": object_array([row.extra_info for row in rows]),
-            "index": object_array([row.index for row in rows]),
-        }
-        | teachers,
-    )
+        names.append("teacher_prompt_ids")
+    columns = {name: object_array([getattr(row, name) for row in rows]) for name in names}
+    columns |= {"uid": object_array(uids), "sampling": object_array(samplings)}
+    return DataProto.from_dict({}, columns)
 
 
 def seeds(seed: int, step: int, drawn: int, count: int) -> list[int]:
