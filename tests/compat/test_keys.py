@@ -69,6 +69,14 @@ def test_a_manager_class_with_the_function_that_it_calls(
     assert any(f"{key}={value} sets {function}.path" in str(note) for note in loaded.notes)
 
 
+def test_the_file_of_a_manager_needs_no_function(compat: None, folder: Path) -> None:
+    (folder / "only.py").write_text(MANAGER.partition("def ")[0])
+    given = ["custom_reward_function.path=only.py", "reward_model.reward_manager=mine"]
+    own = load(*given, "reward_model.reward_kwargs.top=2").config.custom_reward_function
+    assert (own.path, own.name) == ("only.py", "Mine")
+    assert own.reward_kwargs == {"tokenizer": "model", "top": 2}
+
+
 def test_a_name_that_nothing_registers(compat: None) -> None:
     with pytest.raises(ConfigError, match="custom_reward_function.name=CLASS"):
         load("reward_model.reward_manager=other", "custom_reward_function.path=managers.py")

@@ -115,6 +115,12 @@ def material(tmp_path_factory) -> Material:
             "a.safetensors": "version https://git-lfs.github.com/spec/v1\n",
         },
         "mute": {"config.json": "{}", "a.safetensors": ""},
+        "halved": {
+            "config.json": "{}",
+            "tokenizer.json": "{}",
+            "a.safetensors": "",
+            "model.safetensors.index.json": '{"weight_map": {"w": "a.safetensors", "v": "b"}}',
+        },
     }.items():
         (odd / name).mkdir()
         for file, text in files.items():

@@ -459,7 +459,7 @@ REFUSED = [
     ("data.image_key=pictures", "text only"),
     ("reward.reward_manager.name=remote", "lists of one sample"),
     (f"{ROLLOUT}data_parallel_size=2", "only 1 is accepted"),
-    ("+reward_model.reward_kwargs.weight=2", "custom_reward_function.path"),
+    ("+reward_model.reward_kwargs.weight=2", "does not take this argument"),
     (f"{ACTOR}policy_loss.dro_beta=0.1", "not supported"),
     (f"{ROLLOUT}hybrid=1", "unknown key"),
 ]

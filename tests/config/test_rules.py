@@ -223,6 +223,11 @@ WRONG = [
     ('agent.command="\'"', "agent.command", "has an open quote"),
     ("agent.command=ls agent.preload=[openai]", "agent.preload", "agent.command=ls is neither"),
     ("max_turns=2 env.name=no.module:EnvFactory", "env.name", "was not found on the Python path"),
+    (
+        "algorithm.adv_estimator=pk/mine.py:centered",
+        "algorithm.adv_estimator",
+        "names a file, but must name a module; Write mine:centered",
+    ),
     (f"{KL} {REF}url=gpu008:8001", f"{REF}url", "is not the http address of a service"),
     (f"{KL} {REF}url=http://a:80000", f"{REF}url", "80000 is not a port"),
     ("retriever.url=http://127.0.0.1:80000/retrieve", "retriever.url", "80000 is not a port"),

@@ -108,5 +108,7 @@ def test_contract_command(tmp_path, monkeypatch):
         0,
         "own_functions:flat keeps the contract of an advantage estimator.\n",
     )
+    code, text = run("estimator", "own_functions:flat", "--kwargs", "{k: 2}")
+    assert code == 2 and "--kwargs {k: 2}: expected a JSON object" in text
     assert run("estimator", "own_functions:flat")[0] == 1  # KeyError: 'k'
     assert run("estimator", "own_functions:other")[0] == 2 and run("loss", "gspo")[0] == 0

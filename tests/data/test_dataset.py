@@ -143,7 +143,9 @@ def test_max_samples(tmp_path: Path) -> None:
     assert chosen(train_max_samples=10, shuffle=False) == list(range(10))
     assert chosen("val", val_max_samples=10, train_max_samples=5) == list(range(10))
     assert len(chosen(train_max_samples=1000)) == 100
-    assert "10 of 100 rows chosen by data.train_max_samples" in str(
+    second = load([path, path], split="val", val_max_samples=10).report
+    assert f"10 of 200 rows chosen by data.val_max_samples, none of {path};" in str(second)
+    assert "10 of 100 rows chosen by data.train_max_samples;" in str(
         load(path, train_max_samples=10).report
     )
 

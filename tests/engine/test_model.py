@@ -29,6 +29,18 @@ def test_path_without_a_model(tmp_path: Path) -> None:
             load_tokenizer(ModelSpec(path=str(path)))
 
 
+@pytest.mark.parametrize("token", ["<eos>", "<tool_call>"])
+def test_a_tokenizer_without_its_vocabulary(tmp_path: Path, token: str) -> None:
+    """What is left when only tokenizer_config.json was copied: added tokens, special or not."""
+    added = {"content": token, "special": token == "<eos>"}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"5": added}}
+    settings |= {"eos_token": "<eos>", "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ModelError, match="its vocabulary is empty"):
+        load_tokenizer(ModelSpec(path=str(tmp_path)))
+
+
 class RunsCode:
     """An object whose unpickling creates a file."""
 

@@ -2,6 +2,7 @@
 reward, environment, advantage estimator, policy loss or gateway (contract).
 """
 
+import contextlib
 import json
 import os
 from enum import StrEnum
@@ -81,11 +82,7 @@ def contract(
     Exit code 1 if there are problems.
     """
     with failing(ValueError):
-        settings = json.loads(kwargs)
-        if not isinstance(settings, dict):
-            raise ValueError(
-                f"--kwargs {kwargs}: expected a JSON object, such as '{{\"alpha\": 0.5}}'"
-            )
+        settings = _settings(kwargs)
         if kind is Kind.env:
             problems = _env_problems(function, settings, action or [], data, python)
         elif kind is Kind.gateway:
@@ -97,6 +94,15 @@ def contract(
     if problems:
         raise typer.Exit(1)
     print(f"{function} keeps the contract of {DESCRIPTIONS[kind]}.")
+
+
+def _settings(kwargs: str) -> dict[str, Any]:
+    """Return the JSON object of --kwargs."""
+    with contextlib.suppress(json.JSONDecodeError):
+        settings = json.loads(kwargs)
+        if isinstance(settings, dict):
+            return settings
+    raise ValueError(f"--kwargs {kwargs}: expected a JSON object, such as '{{\"alpha\": 0.5}}'")
 
 
 def _problems(

@@ -83,19 +83,21 @@ def _manager(values: dict[str, Any]) -> tuple[str, str, str] | None:
 
 def _registered(place: str, name: str) -> str | None:
     """Return the class of a file that has the decorator register(name), as verl looks it up."""
-    file = module_path(place)
-    if file is None:
-        return None
-    try:
-        body = ast.parse(file.expanduser().read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError, RuntimeError):  # its rule says what is wrong with it
-        return None
-    for node in body:
+    for node in _body(place):
         for each in node.decorator_list if isinstance(node, ast.ClassDef) else ():
             named = each.args if isinstance(each, ast.Call) else []
             if any(isinstance(arg, ast.Constant) and arg.value == name for arg in named):
                 return node.name  # type: ignore[attr-defined]
     return None
+
+
+def _body(place: str) -> list[ast.stmt]:
+    """Return the statements of a file or module; [] if it cannot be read."""
+    file = module_path(place)
+    try:
+        return ast.parse(file.expanduser().read_text(encoding="utf-8")).body if file else []
+    except (OSError, SyntaxError, ValueError, RuntimeError):  # its rule says what is wrong with it
+        return []
 
 
 def _scored_by(
@@ -108,9 +110,16 @@ def _scored_by(
 ) -> list[Assignment]:
     """Return the assignments with a manager class as the reward function.
 
-    The reward function of the command and its arguments become what the manager calls.
+    The reward function of the command and its arguments become what the manager calls. A file that
+    has the manager may have no such function.
     """
     function = values.get(f"{FUNCTION}path")
+    scorer = values.get(f"{FUNCTION}name")
+    if function and not scorer:
+        scorer = "compute_score"
+        own = [node for node in _body(place) if not isinstance(node, ast.ClassDef)]
+        if str(function) == place and not any(scorer in ast.dump(node) for node in own):
+            function = None
     if function and str(function).endswith(".py"):
         function = Path(str(function)).expanduser().absolute()
     out = []
@@ -127,7 +136,6 @@ def _scored_by(
     new = {f"{FUNCTION}path": place, f"{FUNCTION}name": name}
     new[f"{KWARGS}tokenizer"] = "${actor_rollout_ref.model.path}"
     if function:
-        scorer = values.get(f"{FUNCTION}name") or "compute_score"
         new[f"{KWARGS}compute_score"] = f"{function}:{scorer}"
     remarks.append(_sets(origin, new))
     return out + [replace(origin, key=name, value=value) for name, value in new.items()]

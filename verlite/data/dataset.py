@@ -91,6 +91,8 @@ class DatasetReport:
     """data.max_prompt_length."""
     in_files: int = 0
     """Rows in the files, if only the first ones were read; else 0."""
+    unused: Sequence[str] = ()
+    """Files without a row that data.*_max_samples selects."""
 
     def __str__(self) -> str:
         chosen = self.kept + self.dropped
@@ -98,7 +100,10 @@ class DatasetReport:
         if self.in_files:
             words.append(f"tried on the first {self.rows} of {self.in_files} rows")
         if chosen < self.rows:
-            words.append(f"{chosen} of {self.rows} rows chosen by data.{self.split}_max_samples")
+            unused = f", none of {', '.join(self.unused)}" if self.unused else ""
+            words.append(
+                f"{chosen} of {self.rows} rows chosen by data.{self.split}_max_samples{unused}"
+            )
         if self.dropped:
             words.append(f"{self.dropped}{self._share(self.dropped)} dropped for their length")
         if self.truncated:
@@ -253,6 +258,7 @@ class PromptDataset:
             (file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)
         ]
         rows = _choose(every_row, spec, split)
+        used = {file for file, _ in rows}
         template_kwargs = {
             **({"tools": list(tools)} if tools else {}),
             **spec.apply_chat_template_kwargs,
@@ -309,6 +315,7 @@ class PromptDataset:
             lengths=Lengths.of(lengths),
             limit=limit,
             in_files=self._files.in_files if len(every_row) < self._files.in_files else 0,
+            unused=[name for file, name in enumerate(self._files.names) if file not in used],
         )
 
     def __len__(self) -> int:

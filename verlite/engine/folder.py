@@ -60,8 +60,9 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     path = model.tokenizer_path or model.path
     with reading(f"{key}={path} has no tokenizer"):
         tokenizer = _from_folder_or_hub(AutoTokenizer, key, path, model)
-    # transformers returns an empty tokenizer for a folder without tokenizer files.
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+    # Without a file of the vocabulary, transformers returns one of special and added tokens.
+    own = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    if len(own) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(
             f"{key}={path} has no tokenizer: its vocabulary is empty. Put tokenizer.json and "
             "tokenizer_config.json there, or set model.tokenizer_path to a folder that has them"

@@ -3,14 +3,14 @@
 import ast
 import shutil
 from collections.abc import Generator, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from verlite.config import keys
 from verlite.config.plan import program_words, scores_remotely
 from verlite.config.problems import Problem
 from verlite.config.rules.context import KEYS, Context
 from verlite.config.schema import Config
-from verlite.importing import module_file, module_path
+from verlite.importing import module_file, module_path, names_a_file
 
 PATH = "custom_reward_function.path"
 NAME = "custom_reward_function.name"
@@ -137,8 +137,14 @@ def _own_name(key: str, value: str) -> Iterator[Problem]:
     module, colon, name = value.partition(":")
     if not colon:
         return
-    file = module_file(module)
-    if file is None:
+    file = None if names_a_file(module) else module_file(module)
+    if names_a_file(module):
+        remedy = (
+            f"Write {PurePath(module).stem}:{name}, and start in the file's folder or add that to "
+            "PYTHONPATH. Every worker must find it."
+        )
+        yield Problem(key, value, "names a file, but must name a module", remedy)
+    elif file is None:
         remedy = (
             "Start in the folder that has it, or add that to PYTHONPATH. Every worker must find it."
         )

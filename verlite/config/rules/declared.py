@@ -24,7 +24,7 @@ from verlite.config.problems import Problem
 from verlite.config.rules.context import KEYS, Context
 from verlite.spec import catalog
 
-OWN_NAME = re.compile(r"[\w.]+:\w+")
+OWN_NAME = re.compile(r"([\w.]+|.*\.py):\w+")
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

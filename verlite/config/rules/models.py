@@ -127,6 +127,24 @@ def model_folders(context: Context) -> Iterator[Problem]:
                 why = f"its {file.name} is a Git LFS pointer, not the weights"
                 yield Problem(key, path, why, "Run `git lfs pull` there.")
                 break
+        index = Path(path) / "model.safetensors.index.json"
+        if index.is_file():
+            yield from _missing_weights(key, path, index)
+
+
+def _missing_weights(key: str, path: str, index: Path) -> Iterator[Problem]:
+    """Report an index of weights that cannot be read or names a file that is not there."""
+    remedy = "Copy or download the whole folder again."
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        why = f"its {index.name} cannot be read: {type(error).__name__}: {error}"
+        yield Problem(key, path, why, remedy)
+        return
+    missing = sorted(name for name in named if not (index.parent / name).is_file())
+    if missing:
+        why = f"{missing[0]} is missing, and its {index.name} names it"
+        yield Problem(key, path, why, remedy)
 
 
 def model_fits(context: Context) -> Iterator[Problem]:
