@@ -19,6 +19,8 @@ WRITERS = ("algorithms", "engine", "gateway", "rollout", "sft", "trainer", "work
 READERS = {"detectors.py", "display.py", "trackers.py"}
 STATISTICS = {"summarize": ("mean", "max", "min"), "quantiles": ("p10", "p50", "p90")}
 """Functions of verlite/protocol/metrics.py, and what they add to a name."""
+READING = {"get", "startswith", "removeprefix"}
+"""Methods whose arguments are read, not written."""
 HOLE = "\0"
 """Stands for a part of a name that an f-string computes."""
 
@@ -53,7 +55,7 @@ class Strings(ast.NodeVisitor):
             self.names |= {f"{text(prefix)}/{end}" for end in STATISTICS[node.func.id]}
         elif isinstance(node.func, ast.Attribute):
             self.visit(node.func)
-            if node.func.attr == "get":
+            if node.func.attr in READING:
                 arguments = []
             elif node.func.attr == "replace" and len(arguments) == 2:
                 self.renamed.add((text(arguments[0]), text(arguments[1])))
