@@ -92,8 +92,8 @@ def test_inference_loads_with_the_engines_and_its_failure_keeps_the_version(fail
     assert run.metrics["perf/weight_probe_gap"] == 2e-6, "of the engines alone"
     book.clear()
     run.plan.weights = weight_routes([0], [0], 1, 1, "cuda", "auto", [1])
-    looks = ("supervisor", "raise_if_worker_died")
-    engines = SimpleNamespace(supervisor=Calls(book, "supervisor"))
+    engines = SimpleNamespace(supervisor=Calls(book, "supervisor"), workers=["of the engines"])
+    looks = ("supervisor", "raise_if_worker_died", engines.workers)
     monkeypatch.setattr(weights, "group", lambda _: engines)
     sync_weights(run)
     sends, receives = ("actor", "publish_weights", OFFERS[0]), ("rollout", "fetch_weights", OFFERS)

@@ -126,6 +126,23 @@ def test_an_engine_that_stops_reading_fails_the_trainer(publisher):
     assert isinstance(publishing.error, TransportError)
 
 
+def test_the_trainer_waits_for_a_connection_only_so_long(monkeypatch):
+    monkeypatch.setattr(ipc, "JOIN_S", 0.2)
+    publisher = Publisher(CPU)
+    with pytest.raises(TransportError, match=r"no engine asked for the weights within 0\.2 s"):
+        publish(NAMED, [publisher], 2000)
+    publisher.close()
+
+
+def test_an_engine_waits_for_a_place_in_the_queue_only_so_long(publisher, monkeypatch):
+    monkeypatch.setattr(ipc, "JOIN_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        one.connect(publisher.address)
+        other.connect(publisher.address)
+        with pytest.raises(TransportError, match=r"the trainer took no connection within 0\.2 s"):
+            list(BucketStream((publisher.address,), timeout_s=10))
+
+
 def test_other_settings_of_the_allocator_are_kept():
     given = "max_split_size_mb:512,expandable_segments:True,garbage_collection_threshold:0.8"
     kept = "max_split_size_mb:512,garbage_collection_threshold:0.8,expandable_segments:False"

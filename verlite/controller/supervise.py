@@ -207,9 +207,12 @@ class Supervisor:
         self.outstanding = [other for other in self.outstanding if other is not future]
         return [future.values[rank] for rank in sorted(future.values)]
 
-    def raise_if_worker_died(self) -> None:
-        """Raise WorkerError if a worker has died between two calls."""
-        causes = self._dead_workers()
+    def raise_if_worker_died(self, workers: Sequence[WorkerHandle] | None = None) -> None:
+        """Raise WorkerError if a worker has died between two calls.
+
+        workers: those to ask. None: all of the run.
+        """
+        causes = self._dead_workers(workers)
         if causes:
             self._raise_first(causes)
 
@@ -353,13 +356,14 @@ class Supervisor:
                 methods.append(future.method)
         return methods[0] if methods else "no call"
 
-    def _dead_workers(self) -> list[Cause]:
+    def _dead_workers(self, workers: Sequence[WorkerHandle] | None = None) -> list[Cause]:
         """Return a cause for each worker that has died between two calls."""
         import ray
 
-        if not self.workers:
+        workers = self.workers if workers is None else workers
+        if not workers:
             return []
-        asked = {worker.actor.process_info.remote(): worker for worker in self.workers}
+        asked = {worker.actor.process_info.remote(): worker for worker in workers}
         causes = []
         for ref in ray.wait(list(asked), num_returns=len(asked), timeout=limits.GRACE_S)[0]:
             try:

@@ -74,7 +74,8 @@ def _give_weights(run: Run, version: int) -> Metrics:
         readers.append(run.inference)
     offers = run.actor.offer_weights(version, _probe_limit(run))
     if run.plan.weights.is_streaming:
-        group(run.rollout).supervisor.raise_if_worker_died()  # the actor would wait for it
+        engines = group(run.rollout)
+        engines.supervisor.raise_if_worker_died(engines.workers)  # the actor would wait for it
         calls = [submit(run.actor.publish_weights, offers[0])]
         calls += [submit(reader.fetch_weights, offers) for reader in readers]
         exports = [export for call in calls for export in call.result()]
