@@ -7,15 +7,14 @@ import json
 import re
 import signal
 import threading
-import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from recipes.search import make
-from tests.envs.retriever import Retriever, free_port
-from tests.trainer.runs import RAY_STARTED, Launch, quiet, wait_for, words
+from tests.envs.retriever import Retriever
+from tests.trainer.runs import Launch, quiet, wait_for, words
 from verlite.engine.folder import load_tokenizer
 from verlite.spec.roles import ModelSpec
 
@@ -274,20 +273,6 @@ def test_a_dead_retriever_ends_the_run_and_is_named(demo, tmp_path):
     assert "Traceback" not in run.text(), run.text()
     for text in (NO_ERRORS, f"127.0.0.1:{server.port}", "ToolError"):
         assert text in words(run)
-    run.assert_nothing_left()
-
-
-def test_an_unreachable_retriever_is_refused_before_ray_starts(demo, tmp_path):
-    url = f"http://127.0.0.1:{free_port()}/retrieve"
-    start = time.monotonic()
-    run = launch(tmp_path, "refused", demo, url, before=RAY_STARTED)
-    assert run.wait() == 2
-    assert time.monotonic() - start < 60
-    text = words(run)
-    assert f"error: the retriever at {url} does not answer" in text, text
-    assert "verlite serve retriever" in text
-    assert "Traceback" not in text
-    assert "Ray has started" not in text
     run.assert_nothing_left()
 
 

@@ -431,14 +431,3 @@ def test_a_run_refused_after_ray_started_leaves_no_processes(tmp_path, base):
     assert "data.max_prompt_length" in run.text()
     assert "Ray has started" in run.text()
     run.assert_nothing_left()
-
-
-def test_a_broken_reward_file_is_refused_before_ray_starts(tmp_path, base):
-    signature = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
-    (tmp_path / "bad.py").write_text(f"1 / 0\n\n{signature}\n    return 0.0\n")
-    path = f"custom_reward_function.path={tmp_path / 'bad.py'}"
-    run = launch(tmp_path, "refused", base, path, before=RAY_STARTED)
-    assert run.wait() == 2, run.text()
-    assert "ZeroDivisionError" in run.text()
-    assert "Ray has started" not in run.text()
-    run.assert_nothing_left()
