@@ -134,17 +134,14 @@ def model_folders(context: Context) -> Iterator[Problem]:
 
 def _missing_weights(key: str, path: str, index: Path) -> Iterator[Problem]:
     """Report an index of weights that cannot be read or names a file that is not there."""
-    remedy = "Copy or download the whole folder again."
     try:
         named = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in named if not (index.parent / name).is_file())
+        why = f"{missing[0]} is missing, and its {index.name} names it" if missing else ""
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         why = f"its {index.name} cannot be read: {type(error).__name__}: {error}"
-        yield Problem(key, path, why, remedy)
-        return
-    missing = sorted(name for name in named if not (index.parent / name).is_file())
-    if missing:
-        why = f"{missing[0]} is missing, and its {index.name} names it"
-        yield Problem(key, path, why, remedy)
+    if why:
+        yield Problem(key, path, why, "Copy or download the whole folder again.")
 
 
 def model_fits(context: Context) -> Iterator[Problem]:
