@@ -74,12 +74,16 @@ def user_module(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
+NO_WEIGHTS = b"\x08" + bytes(7) + b"{}      "
+"""A file of safetensors without a tensor."""
+
+
 def write_material(folder: Path, heads: int) -> None:
     """Write prompts, and a model folder whose attention has this many heads."""
     write_prompts(folder / "train.parquet", 2048)
     write_prompts(folder / "test.parquet", 300)
     (folder / "model").mkdir()
-    (folder / "model" / "model.safetensors").touch()
+    (folder / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     tiny_tokenizer().save_pretrained(folder / "model")
     described = {
         "model_type": "qwen2",
@@ -114,11 +118,12 @@ def material(tmp_path_factory) -> Material:
             "tokenizer.json": "{}",
             "a.safetensors": "version https://git-lfs.github.com/spec/v1\n",
         },
-        "mute": {"config.json": "{}", "a.safetensors": ""},
+        "mute": {"config.json": "{}", "a.safetensors": NO_WEIGHTS.decode()},
+        "cut": {"config.json": "{}", "tokenizer.json": "{}", "a.safetensors": ""},
         "halved": {
             "config.json": "{}",
             "tokenizer.json": "{}",
-            "a.safetensors": "",
+            "a.safetensors": NO_WEIGHTS.decode(),
             "model.safetensors.index.json": '{"weight_map": {"w": "a.safetensors", "v": "b"}}',
         },
     }.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.config.conftest import write_prompts
+from tests.config.conftest import NO_WEIGHTS, write_prompts
 from tests.trainer.test_batch import generated_batch
 from tests.trainer.test_stages import fake_run
 from verlite.config import ConfigError, make_plan, plan
@@ -533,8 +533,8 @@ def test_unreadable_model_config_is_reported(material, tmp_path):
 
 def test_rope_scaling_extends_context(material, tmp_path):
     described = json.loads((material.folder / "model" / "config.json").read_text())
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
+    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS)
+    (tmp_path / "tokenizer.json").touch()
     (tmp_path / "config.json").write_text(
         json.dumps(described | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     )
@@ -548,8 +548,8 @@ def test_rope_scaling_extends_context(material, tmp_path):
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_embeddings_that_depend_on_the_longest_sequence_limit_the_length(material, tmp_path, kind):
     described = json.loads((material.folder / "model" / "config.json").read_text())
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
+    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS)
+    (tmp_path / "tokenizer.json").touch()
     rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 8192}
     (tmp_path / "config.json").write_text(json.dumps(described | {"rope_scaling": rope}))
     model = f"actor_rollout_ref.model.path={tmp_path}"

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixture for all tests)
+from tests.config.conftest import (
+    NO_WEIGHTS,
+    no_gpu,  # noqa: F401  (a fixture for all tests)
+    write_prompts,
+)
 from tests.models import tiny_tokenizer
 from verlite.config.commands import PPO
 from verlite.config.load import main_argv
@@ -42,7 +46,7 @@ class Files:
         row |= {"input": "1+1", "output": "2"}
         (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 128)
         (folder / "model").mkdir()
-        (folder / "model" / "model.safetensors").touch()
+        (folder / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
         tiny_tokenizer().save_pretrained(folder / "model")
         described = {
             "model_type": "qwen2",

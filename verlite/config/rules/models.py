@@ -6,6 +6,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from verlite import hub
 from verlite.config import plan
 from verlite.config.keys import get
@@ -20,6 +22,7 @@ POLICY = "actor_rollout_ref.model."
 CRITIC = "critic.model."
 TEACHER = plan.TEACHER + "model_path"
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+COPY_AGAIN = "Copy or download the whole folder again."
 LFS_POINTER, LFS_BYTES = b"version https://git-lfs", 1024
 """Start of the text file that a repository has in place of a large one, and the most it has."""
 TEXT_CLASSES = ("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe")
@@ -127,6 +130,9 @@ def model_folders(context: Context) -> Iterator[Problem]:
                 why = f"its {file.name} is a Git LFS pointer, not the weights"
                 yield Problem(key, path, why, "Run `git lfs pull` there.")
                 break
+            if why := _why_unreadable(file):
+                yield Problem(key, path, why, COPY_AGAIN)
+                break
         index = Path(path) / "model.safetensors.index.json"
         if index.is_file():
             yield from _missing_weights(key, path, index)
@@ -141,7 +147,19 @@ def _missing_weights(key: str, path: str, index: Path) -> Iterator[Problem]:
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         why = f"its {index.name} cannot be read: {type(error).__name__}: {error}"
     if why:
-        yield Problem(key, path, why, "Copy or download the whole folder again.")
+        yield Problem(key, path, why, COPY_AGAIN)
+
+
+def _why_unreadable(weights: Path) -> str:
+    """Return why a file of weights cannot be opened, such as one that was copied in part; "" if it
+    can. Only its header and its length are read."""
+    if weights.suffix != ".safetensors":
+        return ""
+    try:
+        with safe_open(weights, framework="np"):
+            return ""
+    except (SafetensorError, OSError) as error:
+        return f"its {weights.name} is incomplete or broken: {error}"
 
 
 def model_fits(context: Context) -> Iterator[Problem]:
