@@ -262,6 +262,13 @@ MODEL_CONFIG = "actor_rollout_ref.model.override_config"
     [
         ("env.kwargs.x.y=1 ~env.kwargs.x", {}, "env.kwargs", {}),
         ("env.kwargs.x.y.z=1 env.kwargs.x=2", {}, "env.kwargs", {"x": 2}),
+        ("env.kwargs={gpt-4.1:{a.b:1}}", {}, "env.kwargs", {"gpt-4.1": {"a.b": 1}}),
+        (
+            "env.kwargs={tool:{gpt-4.1:2}} env.kwargs.tool.c=3",
+            {"env": {"kwargs": {"tool": {"a": 1, "gpt-4.1": 0}}}},
+            "env.kwargs",
+            {"tool": {"a": 1, "gpt-4.1": 2, "c": 3}},
+        ),
         (f"{ENGINE}.a=1 {ENGINE}=null", {}, f"{ROLLOUT}engine_kwargs", {"vllm": None}),
         (f"{KWARGS}.a.b=1 {KWARGS}.a=3", {}, KWARGS, {"a": 3}),
         (f"{MODEL_CONFIG}.a.b=1 {MODEL_CONFIG}.a=1", {}, MODEL_CONFIG, {"a": 1}),

@@ -115,6 +115,7 @@ def test_three_spellings_of_one_command():
         ("--adam_offload=true", "--adam_offload=true: takes no value"),
         ("--pretrain '$MODEL'", "the shell has not replaced $MODEL"),
         ("zero_stage 3", "zero_stage: is not a flag. Flags begin with --."),
+        ("run.sh", "run.sh: is not a flag. Give the command that the script starts, behind --: "),
         ("--eps_clip_low_high", "needs two numbers"),
         ("--eps_clip_low_high 0.2", "--eps_clip_low_high=0.2: needs two numbers"),
         ("--n_samples_per_prompt 0", "must be at least 1"),

@@ -129,6 +129,7 @@ def test_nothing_of_a_script_is_executed(script, tmp_path):
     ("text", "words"),
     [
         ("x = 1", "calls none of GRPOConfig"),
+        ("trl.RewardTrainer('m', a)", "serve a trained one, and set reward.remote.url"),
         ("x = '\0'", "cannot be read"),
         ("x = " + "-" * 100_000 + "1", "cannot be read"),
         ("def f(:", "line 1: invalid syntax"),

@@ -71,13 +71,15 @@ def serving(
     max_body: int = 1 << 26,
     function: str | None = None,
     token: str | None = None,
+    needs_truth: bool = True,
     **settings: Any,
 ) -> Iterator[str]:
     options = {"limit_s": 2.0, "processes": 2, "most_waiting": 10_000, **settings}
     scorer = Scoring(function, 0.5, **options)
     scorer.start()
     truths = read_truths([str(path)], "message", None, CHATML) if path else None
-    with running(make_app(scorer, truths, CHATML, max_body, token=token)) as address:
+    app = make_app(scorer, truths, CHATML, max_body, token=token, needs_truth=needs_truth)
+    with running(app) as address:
         yield address
 
 
@@ -136,6 +138,7 @@ def test_answer_without_a_ground_truth_has_no_reward(base: str) -> None:
     assert answer["rewards"] == [None, 0.0] and answer["scores"] == [None, 0.0]
     assert answer["errors"][1] is None
     assert answer["errors"][0].startswith("NoGroundTruth: no label, and no ground truth in")
+    assert "--no-ground-truth" in answer["errors"][0]
 
 
 def test_label_that_is_not_text_has_no_reward(base: str) -> None:
@@ -308,6 +311,16 @@ def test_own_function_scores(tmp_path: Path) -> None:
     }
 
 
+def test_own_function_without_ground_truths(tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return len(solution_str) if ground_truth is None else -1\n"
+    )
+    with serving(None, function=f"{file}:score", needs_truth=False) as base:
+        assert ask(base, {"query": ["four", "a"], "labels": ["", "b"]})["rewards"] == [4.0, -1.0]
+
+
 @pytest.mark.parametrize(
     "returned",
     ["torch.tensor([length])", "{'rewards': torch.tensor([length])}", "{'rewards': [length]}"],
@@ -398,6 +411,8 @@ def test_wrong_options_are_one_line_errors(tmp_path: Path) -> None:
     assert (code, "none.json cannot be read" in text, text.count("\n")) == (2, True, 1)
     code, text = run("--function", str(tmp_path / "none.py") + ":score")
     assert (code, "cannot be loaded" in text) == (2, True)
+    code, text = run("--no-ground-truth")
+    assert (code, "--no-ground-truth is for a --function" in text) == (2, True)
     code, text = run("--token_env", "NO_SUCH_TOKEN")
     assert (code, "NO_SUCH_TOKEN: this environment variable is not set" in text) == (2, True)
 

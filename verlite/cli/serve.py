@@ -194,6 +194,14 @@ def reward(
             "or OpenRLHF's reward_func(queries, prompts, labels).",
         ),
     ] = None,
+    ground_truth: Annotated[
+        bool,
+        Option(
+            "--ground-truth/--no-ground-truth",
+            help="--no-ground-truth: call your own function with None for an answer that has "
+            "neither a label nor an entry in --dataset, such as for a judge.",
+        ),
+    ] = True,
     secret_env: Annotated[
         list[str] | None,
         Option(
@@ -222,6 +230,8 @@ def reward(
     from verlite.services.reward import Scoring, make_app
     from verlite.services.truths import TEMPLATES, read_truths
 
+    if not ground_truth and function is None:
+        fail("--no-ground-truth is for a --function: mathematics compares with the ground truth")
     bound, token = listen.reserve()
     template = TEMPLATES[prompt_template]
     with failing(ServiceError, FunctionError):
@@ -230,7 +240,7 @@ def reward(
         limits = (item_timeout, processes, max_waiting)
         scorer = Scoring(function, format_weight, *limits, secret_env or [])
         scorer.start()
-    service = make_app(scorer, truths, template, max_body, max_answers, token)
+    service = make_app(scorer, truths, template, max_body, max_answers, token, ground_truth)
     known = f"{len(truths)} ground truths" if truths else "the ground truths of requests"
     line = f"scoring with {known} at {url(bound, '/get_reward')}"
     run(service, bound, line, listen.names())

@@ -347,7 +347,7 @@ class _Builder:
         known = self.command.find(key)
         if known and not known.section and not known.free:
             self._problem(assignment, f"expected {known.type}, got a mapping")
-        elif known and known.free and not value:
+        elif known and known.free and (not value or _has_dots(value)):
             self._set(assignment, key)
         elif known or any(self.command.meaning(name) for name in _leaf_names(key, value)):
             for name, entry in value.items():
@@ -492,7 +492,8 @@ class _Builder:
         try:
             if known.free and OmegaConf.select(self.tree, known.name) is None:
                 OmegaConf.update(self.tree, known.name, {}, merge=False)
-            OmegaConf.update(self.tree, key, value, merge=False, force_add=known.free)
+            merge = isinstance(value, dict) and bool(value)
+            OmegaConf.update(self.tree, key, value, merge=merge, force_add=known.free)
         except (OmegaConfBaseException, ValueError, TypeError):
             hint = _type_remedy(assignment.value, known)
             expected = known.type if not known.free or key == known.name else "text"
@@ -820,6 +821,13 @@ def _leaf_names(prefix: str, value: Any) -> Iterator[str]:
             yield from _leaf_names(f"{prefix}.{name}", entry)
     else:
         yield prefix
+
+
+def _has_dots(value: Any) -> bool:
+    """Return whether a mapping has a name with dots, at any depth: gpt-4.1."""
+    return isinstance(value, dict) and any(
+        "." in str(name) or _has_dots(entry) for name, entry in value.items()
+    )
 
 
 def _is_quoted_list(text: str) -> bool:

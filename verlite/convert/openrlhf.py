@@ -158,7 +158,13 @@ def _take(words: list[str]) -> list[str]:
 def _unknown(word: str, known: dict[str, Row], program: str) -> Problem:
     plain = _plain(word)
     if not word.startswith("--"):
-        return Problem(word, None, "is not a flag", "Flags begin with --.")
+        remedy = "Flags begin with --."
+        if word.endswith((".sh", ".bash", ".slurm")):
+            remedy = (
+                "Give the command that the script starts, behind --: verlite convert openrlhf -- "
+                "python3 -m openrlhf.cli.train_ppo_ray --pretrain ..."
+            )
+        return Problem(word, None, "is not a flag", remedy)
     longer = sorted({f"--{row.name}" for name, row in known.items() if name.startswith(plain)})
     if longer:
         remedy = f"Write it in full: {' or '.join(longer[:3])}."

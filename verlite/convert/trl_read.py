@@ -120,7 +120,13 @@ def _script(file: Path, text: str, words: Words) -> Source:
     trainers = {TRAINERS[name.removesuffix("Config").removesuffix("Trainer")] for name in names}
     configs = [call.lineno for name, call in calls if name in CONFIGS]
     if not trainers:
-        raise ConfigError([Problem(str(file), None, f"calls none of {', '.join(CALLS)}")])
+        is_reward = bool(re.search(r"\bReward(Trainer|Config)\(", text))
+        remedy = (
+            "verlite trains no reward models: serve a trained one, and set reward.remote.url "
+            "(docs/reward_service.md)."
+        )
+        rule = f"calls none of {', '.join(CALLS)}"
+        raise ConfigError([Problem(str(file), None, rule, remedy if is_reward else "")])
     if len(trainers) > 1 or len(configs) > 1:
         lines = ", ".join(map(str, configs))
         rule = f"has several configurations (lines {lines}): keep one"

@@ -186,6 +186,7 @@ def make_app(
     max_body: int = 1 << 26,
     max_answers: int = 4096,
     token: str | None = None,
+    needs_truth: bool = True,
 ) -> FastAPI:
     """Create the service. It closes the scorer when it stops.
 
@@ -196,6 +197,7 @@ def make_app(
         max_body: bytes of one request.
         max_answers: of one request.
         token: clients have to send it.
+        needs_truth: an answer without a ground truth has no reward. False: the function gets None.
     """
 
     @asynccontextmanager
@@ -223,7 +225,7 @@ def make_app(
         calls = []
         for number, item in enumerate(asked):
             truth = ground_truth(item, truths, template)
-            if truth is None:
+            if truth is None and needs_truth:
                 results[number] = _unknown(item, template)
             else:
                 calls.append((number, arguments(item, truth, template, scorer.takes_lists)))
@@ -303,7 +305,10 @@ def _question(item: Asked, template: Template) -> str:
 
 def _unknown(item: Asked, template: Template) -> RewardResult:
     asked = _question(item, template)[:80]
-    text = f"no label, and no ground truth in --dataset for the question {asked!r}"
+    text = (
+        f"no label, and no ground truth in --dataset for the question {asked!r}. A --function that "
+        "needs none is called with --no-ground-truth"
+    )
     return RewardResult(None, error="NoGroundTruth", traceback=text)
 
 
