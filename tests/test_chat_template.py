@@ -102,8 +102,10 @@ def test_a_step_of_python_without_end_ends_the_process() -> None:
         "from tests.models import tiny_tokenizer\n"
         "from verlite import chat_template\n"
         "from verlite.data.prompts import build_prompt\n"
-        "chat_template.CPU_SECONDS = 1\n"
         "tokenizer = tiny_tokenizer()\n"
+        "tokenizer.chat_template = 'imports what templates need, before the limit'\n"
+        f"build_prompt(tokenizer, {MESSAGES!r})\n"
+        "chat_template.CPU_SECONDS = 1\n"
         f"tokenizer.chat_template = {template!r}\n"
         f"build_prompt(tokenizer, {MESSAGES!r})\n"
     )
