@@ -98,8 +98,8 @@ def material(tmp_path_factory) -> Material:
     folder = tmp_path_factory.mktemp("material")
     write_material(folder, heads=4)
     (folder / "adapter").mkdir()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (folder / "adapter" / name).touch()
+    (folder / "adapter" / "adapter_config.json").touch()
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(NO_WEIGHTS)
     write_prompts(folder / "empty.parquet", 0)
     write_prompts(folder / "unlabelled.parquet", 9, data_source=None)
     (folder / "reward.py").write_text(
@@ -119,6 +119,18 @@ def material(tmp_path_factory) -> Material:
             "a.safetensors": "version https://git-lfs.github.com/spec/v1\n",
         },
         "mute": {"config.json": "{}", "a.safetensors": NO_WEIGHTS.decode()},
+        "left": {  # transformers has saved it again, in one file
+            "config.json": '{"model_type": "qwen2"}',
+            "tokenizer.json": "{}",
+            "model.safetensors": NO_WEIGHTS.decode(),
+            "model.safetensors.index.json": '{"weight_map": {"w": "gone"}}',
+        },
+        "bins": {
+            "config.json": '{"model_type": "qwen2"}',
+            "tokenizer.json": "{}",
+            "a.bin": "",
+            "pytorch_model.bin.index.json": '{"weight_map": {"w": "gone.bin"}}',
+        },
         "cut": {"config.json": "{}", "tokenizer.json": "{}", "a.safetensors": ""},
         "halved": {
             "config.json": "{}",

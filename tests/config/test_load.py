@@ -263,6 +263,7 @@ MODEL_CONFIG = "actor_rollout_ref.model.override_config"
         ("env.kwargs.x.y=1 ~env.kwargs.x", {}, "env.kwargs", {}),
         ("env.kwargs.x.y.z=1 env.kwargs.x=2", {}, "env.kwargs", {"x": 2}),
         ("env.kwargs={gpt-4.1:{a.b:1}}", {}, "env.kwargs", {"gpt-4.1": {"a.b": 1}}),
+        ("env.kwargs={b.c:2,1:{0.5:3}}", {}, "env.kwargs", {"b.c": 2, "1": {"0.5": 3}}),
         (
             "env.kwargs={tool:{gpt-4.1:2}} env.kwargs.tool.c=3",
             {"env": {"kwargs": {"tool": {"a": 1, "gpt-4.1": 0}}}},

@@ -531,6 +531,18 @@ def test_unreadable_model_config_is_reported(material, tmp_path):
         material.load(f"actor_rollout_ref.model.path={tmp_path}")
 
 
+def test_weights_in_several_files_are_all_there(material):
+    def told(name: str) -> str:
+        try:
+            material.load(f"actor_rollout_ref.model.path={material.folder}/odd/{name}")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert "is missing" not in told("left")
+    assert "gone.bin is missing, and its pytorch_model.bin.index.json names it" in told("bins")
+
+
 def test_rope_scaling_extends_context(material, tmp_path):
     described = json.loads((material.folder / "model" / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS)

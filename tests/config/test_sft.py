@@ -72,6 +72,8 @@ WRONG = [
         "this folder does not exist; on the hub",
     ),
     ("model.path={folder}/train.parquet", "model.path", "is a file, not a model folder"),
+    ("model.path={folder}/odd/halved", "model.path", "b is missing, and its model.safetensors"),
+    ("model.path={folder}/odd/cut", "model.path", "its a.safetensors is incomplete or broken"),
     (
         "trainer.default_local_dir={folder}/train.parquet/run",
         "trainer.default_local_dir",
@@ -292,9 +294,9 @@ def test_reasons_name_keys_that_exist():
                 assert SFT.find(word), f"{word!r} in {reason!r}"
 
 
-def test_check_and_explain(material):
+def test_check_and_explain(material, tmp_path):
     pasted = ["torchrun", "--nproc_per_node", "2", "-m", "verl.trainer.fsdp_sft_trainer"]
-    chats = material.folder / "chats.jsonl"
+    chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     chats.write_text(json.dumps({"chat": turns}) + "\n")
     own = line(material, "fsdp_config.fsdp_size=2", "use_remove_padding=true")

@@ -101,4 +101,7 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
 
 def alive(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -325,13 +325,40 @@ def test_a_quantized_model_that_the_script_loads_is_refused(script, loaded, word
     assert bool(problems(script, text)) == bool(words)
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("FastLanguageModel.from_pretrained(model_name='m', load_in_4bit=True)", "load_in_4bit"),
+        ("AutoModelForCausalLM.from_pretrained('m', **options)", "quantization_config=bits"),
+        ("get_peft_model(AutoModelForCausalLM.from_pretrained('m', **options))", "=bits"),
+        ("'m'", ""),
+    ],
+)
+def test_only_the_model_that_is_trained_must_not_be_quantized(script, model, words):
+    text = "options = dict(quantization_config=bits)\n"
+    text += "judge = AutoModelForCausalLM.from_pretrained('j', load_in_4bit=True)\n"
+    text += f"model, tok = {model}, None\nSFTTrainer(model=model, args=SFTConfig())"
+    assert words in problems(script, text.replace(", None", "").replace("model, tok", "model"))
+    assert "load_in_4bit" in problems(script, text.replace("model=model", "model=judge"))
+    if not words:
+        inside = "SFTTrainer('m', SFTConfig(model_init_kwargs=dict(load_in_4bit=True)))"
+        assert "load_in_4bit: has no counterpart" in problems(script, inside)
+
+
+def test_bits_that_the_command_line_decides(script):
+    text = "bits = get_quantization_config(args)\nparser = TrlParser(ModelConfig)\n"
+    text += "(args,) = parser.parse_args_and_config()\nc = SFTConfig()\n"
+    text += "m = AutoModelForCausalLM.from_pretrained('m', quantization_config=bits)\n"
+    assert "quantization" not in problems(script, f"{text}SFTTrainer(m, c)")
+
+
 def test_a_resume_is_asked_for_in_train(script):
-    text = "t = SFTTrainer('m', SFTConfig())\nt.train({})"
-    modes = {
-        given: script(text.format(given)).values["trainer.resume_mode"]
-        for given in ("", "resume_from_checkpoint=False", "resume_from_checkpoint=True")
-    }
-    assert list(modes.values()) == ["disable", "disable", "auto"]
+    text = "t = SFTTrainer('m', SFTConfig(resume_from_checkpoint=None))\nt.train({})"
+    given = ("", "resume_from_checkpoint=False", "resume_from_checkpoint=True", "True")
+    modes = [script(text.format(one)).values["trainer.resume_mode"] for one in given]
+    assert modes == ["disable", "disable", "auto", "auto"]
+    of_model = script(f"m.train(True)\n{text.format('')}")
+    assert of_model.values["trainer.resume_mode"] == "disable"
     other = script(text.format("resume_from_checkpoint='out/checkpoint-5'"))
     assert "verlite cannot load checkpoints of TRL" in [w.text for w in other.warnings]
 
@@ -341,7 +368,13 @@ def test_a_chat_template_that_the_script_sets(script, files):
     literal = script(text.format("'{{ messages }}'"), 1)
     files.check(literal)
     assert literal.values["model.custom_chat_template"] == "{{ messages }}"
-    for line in (text.format("read()"), "m, t = setup_chat_format(m, t)\nSFTTrainer(m)"):
+    lines = (
+        text.format("read()"),
+        text.format("None"),
+        f"if tokenizer.chat_template is None:\n    {text.format(repr('{{ m }}'))}",
+        "m, t = setup_chat_format(m, t)\nSFTTrainer(m)",
+    )
+    for line in lines:
         warned = [warning.text for warning in script(line).warnings]
         assert "the script computes it: set model.custom_chat_template yourself" in warned
 
@@ -357,8 +390,19 @@ Mine('m', SFTConfig(learning_rate=1e-4))
 
 def test_a_trainer_of_the_scripts_own(script):
     assert script(OWN_TRAINER.format("log")).values["model.path"] == "m"
-    found = problems(script, OWN_TRAINER.format("compute_loss"))
-    assert "Mine.compute_loss: overrides a method of the trainer" in found
+    for part in ("def compute_loss", "async def compute_loss", "compute_loss = f\n    def log"):
+        found = problems(script, OWN_TRAINER.replace("def {}", part))
+        assert "Mine.compute_loss: is a part of the script's own class" in found
+    begun = problems(script, OWN_TRAINER.format("__init__"))
+    assert "Mine.__init__" in begun
+    unused = OWN_TRAINER.format("compute_loss").replace("\nMine(", "\nFirst(")
+    assert not problems(script, unused)
+
+
+def test_a_configuration_of_the_scripts_own(script):
+    text = "class C(SFTConfig):\n    {}\nSFTTrainer('m', C(learning_rate=1e-4))"
+    assert script(text.format("pass")).values["optim.lr"] == 1e-4
+    assert "C.beta: is a part" in problems(script, text.format("beta: float = 0.1"))
 
 
 def test_unpacked_literals_are_settings(script):
@@ -370,8 +414,11 @@ def test_unpacked_literals_are_settings(script):
     for change in ("a['beta'] = 1", "a.update(beta=1)"):
         changed = script(text.replace("GRPOConfig", f"{change}\nGRPOConfig"))
         assert [warning.typed for warning in changed.warnings] == ["**a"]
-    computed = script(text.replace("**b", "**adapter()"))
-    assert "**adapter()" in [warning.typed for warning in computed.warnings]
+    alias = script(text.replace("GRPOConfig", "other = a\nother['beta'] = 1\nGRPOConfig"))
+    assert [warning.typed for warning in alias.warnings] == ["**a"]
+    computed = script(text.replace("**a", "**some()").replace("**b", "**adapter()"))
+    typed = {warning.typed for warning in computed.warnings}
+    assert typed >= {"**adapter()", "**some()"}
 
 
 @pytest.mark.parametrize("value", ["get_peft_config(args)", "config", "make()"])

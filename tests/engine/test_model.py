@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine import programs
 from tests.engine.batches import engine
 from tests.engine.ranks import Ranks
-from tests.models import tiny_model
+from tests.models import tiny_model, tiny_tokenizer
 from verlite.engine import model
 from verlite.engine.folder import ModelError, load_config, load_tokenizer
 from verlite.engine.fsdp import NonFiniteError
@@ -39,6 +39,15 @@ def test_a_tokenizer_without_its_vocabulary(tmp_path: Path, token: str) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ModelError, match="its vocabulary is empty"):
         load_tokenizer(ModelSpec(path=str(tmp_path)))
+
+
+def test_a_small_vocabulary_with_many_special_tokens(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    own = len(tokenizer) - len(tokenizer.get_added_vocab())
+    tokenizer.add_special_tokens({"extra_special_tokens": [f"<{i}>" for i in range(own + 1)]})
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert len(load_tokenizer(ModelSpec(path=str(tmp_path)))) == len(tokenizer)
 
 
 class RunsCode:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from tests.controller.conftest import alive
 from verlite.algorithms.advantages import overlong_penalty
 from verlite.rewards import pool
 from verlite.rewards.process import FunctionError
@@ -516,11 +517,7 @@ scorer.score([RewardItem("s", "hang", {str(tmp_path / "pid")!r})])
     child = int((tmp_path / "pid").read_text())
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(
-        lambda: (
-            not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-        )
-    )
+    wait_for(lambda: not alive(child))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:

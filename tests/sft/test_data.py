@@ -197,7 +197,7 @@ def test_tools_and_calls_of_a_prompt(tmp_path, tokenizer, kind):
     (example,) = read_examples(str(path), tokenizer, SFTDataConfig())
     assert tokenizer.decode(example.prompt) == "<add><sub>1+1=(add)2"
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="row 0: the row has tools, which only a chat template"):
+    with pytest.raises(DataError, match="row 0: the row has column 'tools', which only a"):
         read_examples(str(path), tokenizer, SFTDataConfig())
     with pytest.raises(DataError, match="row 0: the row has tool_calls, which only"):
         read_examples(str(path), tokenizer, SFTDataConfig(tools_key="none"))
@@ -208,7 +208,7 @@ def test_calls_in_rows_of_text_are_as_they_were_written(tmp_path, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content or '' }}" + (
         "{% for c in m.tool_calls or [] %}{{ c.arguments | tojson }}{% endfor %}{% endfor %}"
     )
-    calls = [{"n": 1}, {"s": 2, "n": 1.5}, {"n": "1"}, '{"n": 1}']
+    calls = [{"n": 1}, {"s": 2, "n": 1.5}, {"n": "1"}, '{"n": 1}', {"s": None}]
     rows = [
         {
             "messages": [

@@ -348,7 +348,7 @@ class _Builder:
         if known and not known.section and not known.free:
             self._problem(assignment, f"expected {known.type}, got a mapping")
         elif known and known.free and (not value or _has_dots(value)):
-            self._set(assignment, key)
+            self._set(replace(assignment, value=_plain(value)), key)
         elif known or any(self.command.meaning(name) for name in _leaf_names(key, value)):
             for name, entry in value.items():
                 self.assign(replace(assignment, key=f"{key}.{name}", value=entry))
@@ -863,7 +863,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
+    if hasattr(value, "tolist") and not isinstance(value, type):
         return value.tolist()
     return str(value) if isinstance(value, Path) else value
 

@@ -221,8 +221,10 @@ def _check_processes(config: TuningConfig) -> Iterator[Problem]:
 def _check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     if not path or Path(path).is_dir():
         wrong = models.folder_of_text(key, path) if path else None
-        if wrong:
-            yield replace(wrong, is_local=True)
+        found = [wrong] if wrong else []
+        if path and not wrong and key == "model.path":
+            found = list(models.weights_of(key, path))
+        yield from (replace(problem, is_local=True) for problem in found)
         return
     remedy = "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B."
     if Path(path).is_file():

@@ -100,8 +100,8 @@ def _named(
     problems = []
     for field, value in settings.items():
         row = find(table, field)
-        if field == "**":
-            computed[f"**{value}"] = value
+        if field.startswith("**"):
+            computed[field] = value
         elif row is None:
             rule = f"is not a setting of {trainer.upper()}Config"
             problems.append(unknown(table, field, value, rule))

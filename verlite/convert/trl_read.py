@@ -35,10 +35,8 @@ QUANTIZED = ("quantization_config", "load_in_4bit", "load_in_8bit")
 """Arguments of from_pretrained that load a model with fewer bits."""
 TEMPLATES = ("setup_chat_format", "clone_chat_template", "get_chat_template")
 """Functions of TRL and Unsloth that give a tokenizer another chat template."""
-OWN_METHODS = {"__init__", "log", "evaluate", "save_model", "push_to_hub", "create_model_card"}
+OWN_METHODS = {"log", "evaluate", "save_model", "push_to_hub", "create_model_card"}
 """Methods of a trainer that a script may override without changing how it trains."""
-CHANGES = {"update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear"}
-"""Methods that change a dict or list in place."""
 LOADED_AS = {"torch_dtype", "dtype", "device_map", "attn_implementation", "trust_remote_code"}
 """Arguments of from_pretrained that leave the weights as they are."""
 
@@ -105,8 +103,8 @@ def _number(value: Any) -> Any:
 def _script(file: Path, text: str, words: Words) -> Source:
     try:
         tree = ast.parse(text)
-        trainers_of = _subclasses(tree)
-        calls, constants = list(_calls(tree, trainers_of)), _constants(tree)
+        own_classes = _subclasses(tree)
+        calls, constants = list(_calls(tree, own_classes)), _constants(tree)
         parsed = _parsed(tree)
         changed = dict(_changed_later(tree, parsed))
         documented = _documented(ast.get_docstring(tree) or "", file.name)
@@ -139,18 +137,23 @@ def _script(file: Path, text: str, words: Words) -> Source:
         remedy = f"Give the values: verlite convert trl {file} -- --model_name_or_path MODEL ..."
         rule = "takes its settings from the command line, and documents none"
         raise ConfigError([Problem(str(file), None, rule, remedy)])
-    overridden = next(_overridden(tree, trainers_of), None)
-    if overridden:
-        remedy = "Leave it out; docs/extending.md has the functions that verlite takes."
-        rule = "overrides a method of the trainer, which verlite cannot run"
-        raise ConfigError([Problem(overridden, None, rule, remedy)])
-    settings: Settings = dict(_around(tree, constants))
+    own = next(_own_parts(tree, own_classes), None)
+    if own:
+        rule = "is a part of the script's own class, which verlite does not run"
+        remedy = "Leave it out: give settings in the call of the configuration. docs/extending.md "
+        remedy += "has the functions that verlite takes."
+        raise ConfigError([Problem(own, None, rule, remedy)])
+    settings: Settings = {}
     for name, call in calls:
         prefix = "LoraConfig." if name == "LoraConfig" else ""
         settings |= {
-            key if key == "**" else prefix + key: value
+            key if key.startswith("**") else prefix + key: value
             for key, value in _arguments(name, call, constants)
         }
+    if isinstance(settings.get("model_init_kwargs"), dict):
+        options = settings["model_init_kwargs"]
+        settings |= {field: options[field] for field in QUANTIZED if field in options}
+    settings |= dict(_around(tree, calls, own_classes, constants))
     # What the script takes from the parsed arguments is what the command line says.
     settings = {
         key: value
@@ -233,34 +236,111 @@ def _subclasses(tree: ast.AST) -> dict[str, str]:
     return known
 
 
-def _overridden(tree: ast.AST, classes: dict[str, str]) -> Iterator[str]:
-    """Yield the methods, as Class.method, with which `classes` change how a trainer trains."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and classes.get(node.name, "").endswith("Trainer"):
-            for part in node.body:
-                if isinstance(part, ast.FunctionDef) and part.name not in OWN_METHODS:
-                    yield f"{node.name}.{part.name}"
+def _own_parts(tree: ast.AST, classes: dict[str, str]) -> Iterator[str]:
+    """Yield the parts, as Class.name, with which `classes` that the script uses change a trainer or
+    the defaults of a configuration."""
+    defined = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = {id(base) for node in defined for base in node.bases}
+    used = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in bases
+    }
+    for node in sorted(defined, key=lambda node: -node.lineno):  # a class before its bases
+        if node.name not in classes or node.name not in used:
+            continue
+        used |= {ast.unparse(base) for base in node.bases}
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names = [part.name]
+            else:
+                targets = getattr(part, "targets", [getattr(part, "target", None)])
+                names = [ast.unparse(target) for target in targets if target is not None]
+            is_trainer = classes[node.name].endswith("Trainer")
+            for name in names:
+                is_harmless = name in OWN_METHODS or re.match("_[a-z]", name)  # _tag_names = ...
+                if not (is_trainer and is_harmless):
+                    yield f"{node.name}.{name}"
 
 
-def _around(tree: ast.AST, constants: Settings) -> Iterator[tuple[str, Any]]:
+def _around(
+    tree: ast.AST,
+    calls: Sequence[tuple[str, ast.Call]],
+    classes: dict[str, str],
+    constants: Settings,
+) -> Iterator[tuple[str, Any]]:
     """Yield what a script sets outside of a configuration: how the policy is loaded, the chat
-    template, and the checkpoint that the training begins with."""
+    template, and the checkpoint that the training begins with.
+
+    classes: the script's own names of trainers -> the trainer.
+    """
+    assigned = _assigned(tree)
+    for load in _loads(calls, assigned):
+        for field, value in _arguments("", load, constants):
+            values = assigned.get(str(value), []) if isinstance(value, Computed) else []
+            if values:
+                value = Computed(" or ".join(map(ast.unparse, values)))
+            if field in QUANTIZED or field.startswith("**"):
+                yield field, value
+    guarded = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.If) for part in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "chat_template":
-                    yield "chat_template", _value(node.value, constants)
+                    text = _value(node.value, constants)
+                    is_always = id(node) not in guarded and text is not None
+                    yield "chat_template", text if is_always else Computed(ast.unparse(node.value))
         if not isinstance(node, ast.Call):
             continue
-        name, words = ast.unparse(node.func), {word.arg: word.value for word in node.keywords}
-        if name.rsplit(".", 1)[-1] in TEMPLATES:
+        name = ast.unparse(node.func).rsplit(".", 1)[-1]
+        if name in TEMPLATES:
             yield "chat_template", Computed(ast.unparse(node))
-        if name.endswith("CausalLM.from_pretrained"):
-            for field in QUANTIZED:
-                if field in words:
-                    yield field, _value(words[field], constants)
-        if name.endswith(".train") and "resume_from_checkpoint" in words:
-            yield "resume_from_checkpoint", _value(words["resume_from_checkpoint"], constants)
+        if name == "train" and isinstance(node.func, ast.Attribute):
+            owners = assigned.get(ast.unparse(node.func.value), [node.func.value])
+            is_trainer = any(_name(owner, classes) in CALLS for owner in owners)
+            given = [word.value for word in node.keywords if word.arg == "resume_from_checkpoint"]
+            for value in given or (node.args[:1] if is_trainer else []):
+                yield "resume_from_checkpoint", _value(value, constants)
+
+
+def _name(call: ast.expr, classes: dict[str, str]) -> str:
+    """Return the name of what is called, the trainer's for one of the script's own; "" if nothing
+    is."""
+    name = ast.unparse(call.func).rsplit(".", 1)[-1] if isinstance(call, ast.Call) else ""
+    return classes.get(name, name)
+
+
+def _assigned(tree: ast.AST) -> dict[str, list[ast.expr]]:
+    """Return the expressions that each variable gets, by itself or as a part of a tuple."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                found.setdefault(ast.unparse(part), []).append(node.value)
+    return found
+
+
+def _loads(
+    calls: Sequence[tuple[str, ast.Call]], assigned: dict[str, list[ast.expr]]
+) -> Iterator[ast.Call]:
+    """Yield the calls of from_pretrained that load the model that a trainer gets."""
+    left: list[ast.expr] = []
+    for name, call in calls:
+        if name.endswith("Trainer"):
+            left += call.args[:1] + [word.value for word in call.keywords if word.arg == "model"]
+    seen: set[int] = set()
+    while left:
+        for node in ast.walk(left.pop()):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, ast.Name):
+                left += assigned.get(node.id, [])
+            elif isinstance(node, ast.Call) and "Model" in ast.unparse(node.func):
+                if ast.unparse(node.func).endswith(".from_pretrained"):
+                    yield node
 
 
 def _calls(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, ast.Call]]:
@@ -271,8 +351,7 @@ def _calls(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, ast.Ca
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rsplit(".", 1)[-1]
-            name = classes.get(name, name)
+            name = _name(node, classes)
             if name in CALLS or name in LITERALS:
                 found.append((node.lineno, name, node))
     for _, name, node in sorted(found, key=lambda item: item[0]):
@@ -280,26 +359,37 @@ def _calls(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, ast.Ca
 
 
 def _constants(tree: ast.AST) -> Settings:
-    """Return the literals of variables that are bound once in the file, by an assignment, and are
-    not changed in place. One may be another one, or load the model that another one names."""
+    """Return the literals of variables that are bound once in the file, by an assignment. One may
+    be another one, or load the model that another one names. A dict or list is a literal only if
+    it does nothing but be an argument by name or behind **: anything else may change it."""
     assigned: dict[str, ast.expr] = {}
     bound: list[str] = []
+    arguments = {
+        id(word.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for word in node.keywords
+    }
+    used: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             assigned |= {ast.unparse(target): node.value for target in node.targets}
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             bound.append(ast.unparse(node))
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            bound.append(ast.unparse(node.value))
-        elif isinstance(node, ast.Attribute) and node.attr in CHANGES:
-            bound.append(ast.unparse(node.value))
+        elif isinstance(node, ast.Name | ast.Attribute) and id(node) not in arguments:
+            used.add(ast.unparse(node))
         elif isinstance(node, ast.arg):
             bound.append(node.arg)
     once = {name: node for name, node in assigned.items() if bound.count(name) == 1}
     constants: Settings = {}
     for _ in range(3):  # a model's name, the model, and what is made of it
         values = {name: _value(node, constants) for name, node in once.items()}
-        constants = {key: value for key, value in values.items() if not isinstance(value, Computed)}
+        constants = {
+            name: value
+            for name, value in values.items()
+            if not isinstance(value, Computed)
+            and not (isinstance(value, dict | list) and name in used)
+        }
     return constants
 
 
@@ -341,7 +431,7 @@ def _arguments(name: str, call: ast.Call, constants: Settings) -> Iterator[tuple
             if isinstance(unpacked, dict):
                 yield from unpacked.items()
             else:
-                yield "**", Computed(ast.unparse(node))
+                yield f"**{ast.unparse(node)}", Computed(ast.unparse(node))
         elif field != "args":
             yield field, _value(node, constants)
 

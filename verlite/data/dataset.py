@@ -100,7 +100,10 @@ class DatasetReport:
         if self.in_files:
             words.append(f"tried on the first {self.rows} of {self.in_files} rows")
         if chosen < self.rows:
-            unused = f", none of {', '.join(self.unused)}" if self.unused else ""
+            named = ", ".join(self.unused[:3])
+            if len(self.unused) > 3:
+                named += f" and {len(self.unused) - 3} more"
+            unused = f", none of {named}" if named else ""
             words.append(
                 f"{chosen} of {self.rows} rows chosen by data.{self.split}_max_samples{unused}"
             )

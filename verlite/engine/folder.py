@@ -61,8 +61,8 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     with reading(f"{key}={path} has no tokenizer"):
         tokenizer = _from_folder_or_hub(AutoTokenizer, key, path, model)
     # Without a file of the vocabulary, transformers returns one of special and added tokens.
-    own = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
-    if len(own) <= len(set(tokenizer.all_special_ids)):
+    added = tokenizer.get_added_vocab().keys()
+    if not tokenizer.get_vocab().keys() - added - set(tokenizer.all_special_tokens):
         raise ModelError(
             f"{key}={path} has no tokenizer: its vocabulary is empty. Put tokenizer.json and "
             "tokenizer_config.json there, or set model.tokenizer_path to a folder that has them"

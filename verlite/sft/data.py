@@ -56,6 +56,15 @@ class RowFile:
     used: int
     """Rows of the file that training uses, read or not."""
 
+    def as_written(self) -> list[Row]:
+        """Return the rows, without the null entries that a table adds to mappings."""
+        if isinstance(self.rows, list):
+            return self.rows
+        return [
+            {name: _without_nulls(value) for name, value in row.items()}
+            for row in self.rows.to_pylist()
+        ]
+
 
 def read_files(
     files: str | Sequence[str] | None,
@@ -90,8 +99,7 @@ def tokenized(files: Sequence[RowFile], examples_of: ExamplesOf) -> list[Example
     ValueError about a row."""
     examples: list[Example] = []
     for file in files:
-        rows = file.rows if isinstance(file.rows, list) else file.rows.to_pylist()
-        for number, row in enumerate(rows):
+        for number, row in enumerate(file.as_written()):
             try:
                 examples += examples_of(row)
             except ValueError as error:
@@ -154,7 +162,7 @@ def prompt_of(row: Row, data: RowsConfig) -> Messages:
 
 def tools_of(row: Row, data: RowsConfig) -> list[Any]:
     """Return the tools that the chat template shows to the model; [] if a row has none."""
-    tools = _without_nulls(from_json(row.get(data.tools_key)))
+    tools = from_json(row.get(data.tools_key))
     if tools and not isinstance(tools, list):
         raise ValueError(
             f"column {data.tools_key!r} is {str(tools)[:100]!r}, "
@@ -170,9 +178,12 @@ def answer(
     """Return the example of a prompt and its response, which is trained."""
     calls = any(message.get("tool_calls") for message in prompt)
     if (tools or calls) and tokenizer.chat_template is None:
+        remedy = "Set model.custom_chat_template"
+        if tools:
+            remedy += ". If these are no tools, set data.tools_key to a name that no column has"
         raise ValueError(
-            f"the row has {'tools' if tools else 'tool_calls'}, which only a chat template can "
-            "write, and the tokenizer has none. Set model.custom_chat_template"
+            f"the row has {f'column {data.tools_key!r}' if tools else 'tool_calls'}, which only a "
+            f"chat template can write, and the tokenizer has none. {remedy}"
         )
     options = dict(data.apply_chat_template_kwargs) | ({"tools": list(tools)} if tools else {})
     if tokenizer.eos_token_id is None:
@@ -201,9 +212,16 @@ def _entry(value: Any, column: str, names: Sequence[str] | None) -> Any:
 
 
 def messages_of(value: Any, column: str, fields: Sequence[str], expected: str) -> Messages:
-    """Return chat messages without the null fields that parquet adds. Each has these fields, which
-    are text; one that calls tools needs no content."""
-    messages = _without_nulls(value)
+    """Return chat messages without their null fields. Each has these fields, which are text; one
+    that calls tools needs no content."""
+    messages = value
+    if isinstance(value, list):
+        messages = [
+            {name: entry for name, entry in message.items() if entry is not None}
+            if isinstance(message, dict)
+            else message
+            for message in value
+        ]
     is_chat = isinstance(messages, list) and all(
         isinstance(message, dict)
         and all(
@@ -254,7 +272,7 @@ def chat_or_text(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the null entries that parquet adds to mappings."""
+    """Return a value without the null entries of mappings, at any depth."""
     if isinstance(value, dict):
         return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list):

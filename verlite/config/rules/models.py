@@ -96,6 +96,7 @@ def adapter_files(section: str, model: ModelConfig) -> Iterator[Problem]:
     why = _why_not_a_folder(folder)
     if not why and missing:
         why = f"is not an adapter: it has no {' and no '.join(missing)}"
+    why = why or _why_unreadable(folder / wanted[1])
     if why:
         remedy = "Give a folder that peft wrote, such as huggingface/lora_adapter of a run."
         yield Problem(f"{section}lora_adapter_path", model.lora_adapter_path, why, remedy)
@@ -120,46 +121,59 @@ def model_folders(context: Context) -> Iterator[Problem]:
         problem = problem or not_text(key, path, described)
         if problem:
             yield problem
-            continue
-        weights = [f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin")]
-        if not weights:
-            why = "is not a model: it has no weights (*.safetensors)"
-            yield Problem(key, path, why, "Copy or download the whole folder.")
-        for file in weights:
-            if file.stat().st_size < LFS_BYTES and file.read_bytes().startswith(LFS_POINTER):
-                why = f"its {file.name} is a Git LFS pointer, not the weights"
-                yield Problem(key, path, why, "Run `git lfs pull` there.")
-                break
-            if why := _why_unreadable(file):
-                yield Problem(key, path, why, COPY_AGAIN)
-                break
-        index = Path(path) / "model.safetensors.index.json"
-        if index.is_file():
-            yield from _missing_weights(key, path, index)
+        else:
+            yield from weights_of(key, path)
 
 
-def _missing_weights(key: str, path: str, index: Path) -> Iterator[Problem]:
-    """Report an index of weights that cannot be read or names a file that is not there."""
-    try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(name for name in named if not (index.parent / name).is_file())
-        why = f"{missing[0]} is missing, and its {index.name} names it" if missing else ""
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        why = f"its {index.name} cannot be read: {type(error).__name__}: {error}"
+def weights_of(key: str, path: str) -> Iterator[Problem]:
+    """Check that a model folder has all its weights. Of each file the header and the length are
+    read."""
+    folder = Path(path)
+    weights = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
+    if not weights:
+        why = "is not a model: it has no weights (*.safetensors)"
+        yield Problem(key, path, why, "Copy or download the whole folder.")
+    for file in weights:
+        if file.stat().st_size < LFS_BYTES and file.read_bytes().startswith(LFS_POINTER):
+            why = f"its {file.name} is a Git LFS pointer, not the weights"
+            yield Problem(key, path, why, "Run `git lfs pull` there.")
+            return
+    why = next(
+        filter(None, [*map(_why_unreadable, weights), *map(_why_missing, _indices(folder))]), ""
+    )
     if why:
         yield Problem(key, path, why, COPY_AGAIN)
 
 
+def _indices(folder: Path) -> list[Path]:
+    """Return the indices of weights in several files. One beside a whole file is not used:
+    transformers leaves it there when it saves again in one file."""
+    names = ("model.safetensors", "pytorch_model.bin")
+    found = [folder / f"{name}.index.json" for name in names if not (folder / name).is_file()]
+    return [index for index in found if index.is_file()]
+
+
+def _why_missing(index: Path) -> str:
+    """Return which file an index names that is not there, or why it cannot be read; or ""."""
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in named if not (index.parent / name).is_file())
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        return f"its {index.name} cannot be read: {type(error).__name__}: {error}"
+    return f"{missing[0]} is missing, and its {index.name} names it" if missing else ""
+
+
 def _why_unreadable(weights: Path) -> str:
-    """Return why a file of weights cannot be opened, such as one that was copied in part; "" if it
-    can. Only its header and its length are read."""
+    """Return why a file of weights cannot be opened, such as one that was copied in part; or ""."""
     if weights.suffix != ".safetensors":
         return ""
     try:
         with safe_open(weights, framework="np"):
             return ""
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         return f"its {weights.name} is incomplete or broken: {error}"
+    except OSError as error:
+        return f"its {weights.name} cannot be read: {type(error).__name__}: {error}"
 
 
 def model_fits(context: Context) -> Iterator[Problem]:
