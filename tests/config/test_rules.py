@@ -791,7 +791,10 @@ def test_every_bound_is_enforced(material):
             assert bool(found) is not legal, (key.name, bound, x)
             if found:
                 (problem,) = found
-                assert problem.key == key.name and f"must be {bound}." in str(problem)
+                said = (
+                    bound if math.isfinite(x) or bound == "finite" else f"a finite number, {bound}"
+                )
+                assert problem.key == key.name and f"must be {said}." in str(problem)
                 assert key.facts.remedy in str(problem)
 
 

@@ -53,7 +53,7 @@ def environment(folder: Path, gpus: int = 8) -> dict[str, str]:
 
 if __name__ == "__main__":
     # A long traceback prints whole tensors. Tests wait for as long as a busy machine takes.
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--timeout=3000"]
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--timeout=1200"]
     command = [sys.executable, "-m", "pytest", *options, *sys.argv[1:]]
     if not any(argument.startswith("tests") for argument in sys.argv[1:]):
         command.append(str(HERE))

@@ -51,7 +51,10 @@ def numbers(config: Any, known: Mapping[str, Key]) -> Iterator[Problem]:
             value = get(config, key.name)
             for item in _items(value):
                 if not isinstance(item, str) and not within(item, key.facts.bound):
-                    yield Problem(key.name, value, f"must be {key.facts.bound}", key.facts.remedy)
+                    rule = f"must be {key.facts.bound}"
+                    if not math.isfinite(item) and key.facts.bound != "finite":
+                        rule = f"must be a finite number, {key.facts.bound}"
+                    yield Problem(key.name, value, rule, key.facts.remedy)
 
 
 def within(value: float, bound: str) -> bool:
