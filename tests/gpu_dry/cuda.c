@@ -7,6 +7,7 @@
  *
  *   DRY_GPUS   number of GPUs (1); CUDA_VISIBLE_DEVICES chooses among them by number
  *   DRY_NVML   0: NVML cannot be started
+ *   DRY_IPC    0: memory of other processes cannot be opened
  *   DRY_MEMORY a file, which processes share to see each other's memory on the GPUs
  *   DRY_STRICT set: a fault ends the process
  */
@@ -481,6 +482,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* out, void* place) {
 cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t packed, unsigned flags) {
   Handle* handle = (Handle*)&packed;
   char path[64];
+  if (getenv("DRY_IPC") && *getenv("DRY_IPC") == '0') return cudaErrorNotSupported;
   struct stat info;
   snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->process, handle->file);
   int file = open(path, O_RDWR | O_CLOEXEC);

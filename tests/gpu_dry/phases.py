@@ -117,8 +117,14 @@ BASE = (
     "ray_kwargs.ray_init.address=local",
 )
 SHAPES = {
-    "GRPO, KL loss, all weights": ("actor_rollout_ref.actor.use_kl_loss=true",),
-    "GRPO, LoRA of rank 8": ("actor_rollout_ref.model.lora_rank=8",),
+    "GRPO, KL loss, all weights": (
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.rollout.weight_transport=shared_memory",
+    ),
+    "GRPO, LoRA of rank 8": (
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.rollout.weight_transport=shared_memory",
+    ),
     "PPO, critic, two ranks, the actor offloads, `ipc`": (
         "algorithm.adv_estimator=gae",
         "data.train_batch_size=16",
@@ -127,7 +133,6 @@ SHAPES = {
         "actor_rollout_ref.model.share_prefixes=false",
         "actor_rollout_ref.actor.fsdp_config.param_offload=true",
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
-        "actor_rollout_ref.rollout.weight_transport=ipc",
         "actor_rollout_ref.rollout.sync_bucket_mb=4",
         "critic.model.share_prefixes=false",
         "critic.ppo_micro_batch_size_per_gpu=4",

@@ -44,8 +44,9 @@ def strict(monkeypatch: Any) -> None:
     one_thread(monkeypatch)
 
 
-def test_two_gpus_equal_the_cpu(tiny_qwen2: str, tmp_path: Path) -> None:
-    """FSDP2 and two engines of hf, weights by shared memory, a checkpoint; resumed, by ipc."""
+def test_two_gpus_equal_the_cpu(tiny_qwen2: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """FSDP2 and two engines of hf: their trial of ipc fails, weights go by shared memory. A
+    checkpoint; resumed, by ipc."""
     base = [
         *digits(tmp_path, tiny_qwen2),
         *FLOAT32,
@@ -55,13 +56,19 @@ def test_two_gpus_equal_the_cpu(tiny_qwen2: str, tmp_path: Path) -> None:
         "trainer.test_freq=-1",
         "ray_kwargs.ray_init.address=local",
     ]
-    transport = "actor_rollout_ref.rollout.weight_transport="
     two = "trainer.total_training_steps=2"
     cpu = run(tmp_path, "cpu", *base, "trainer.device=cpu", two)
     base.append("trainer.device=cuda")
-    run(tmp_path, "cuda", *base, f"{transport}shared_memory", "trainer.total_training_steps=1")
-    gpus = run(tmp_path, "cuda", *base, f"{transport}ipc", two)
-    assert "resumed from" in gpus.text() and "ipc" in gpus.text()
+    with monkeypatch.context() as refused:
+        refused.setenv("DRY_IPC", "0")
+        one = run(tmp_path, "cuda", *base, "trainer.total_training_steps=1")
+    said = words(one)
+    assert "ipc. If its trial fails: shared_memory" in said, "the plan"
+    assert said.count("weight sync: shared_memory. The trial of ipc failed: Accelerator") == 1, said
+    assert "The trial of ipc succeeded" not in said
+    gpus = run(tmp_path, "cuda", *base, two)
+    assert "resumed from" in gpus.text()
+    assert words(gpus).count("weight sync: ipc. The trial of ipc succeeded") == 1
     assert_same(gpus, cpu)
 
 

@@ -5,14 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu_dry import gpu
-from verlite.weights import TransportError
+from verlite.weights import TransportError, ipc
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.ipc import Publisher, SharedBuffer
+from verlite.weights.ipc import Publisher, SharedBuffer, publish_trial
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
 
@@ -76,6 +77,35 @@ def test_ipc(settings: str) -> None:
     assert seen.count("cudaIpcGetMemHandle") >= opens
     assert gpu.used() == held and torch._C._accelerator_getAllocatorSettings() == before
     configure("expandable_segments:False")
+
+
+TRIED = """
+import sys
+from tests.gpu_dry import cpu_kernels
+cpu_kernels.install()
+from verlite.weights.ipc import BucketStream, read_trial
+print(read_trial(BucketStream(("\\0" + sys.argv[1],), timeout_s=30)))
+"""
+
+
+@pytest.mark.parametrize("refused", ["", "driver", "allocator"])
+def test_a_trial_says_why_memory_cannot_be_shared(refused: str, monkeypatch: Any) -> None:
+    """Neither side fails, and nothing is left that could be opened."""
+    if refused == "allocator":
+        monkeypatch.setattr(ipc, "SharedBuffer", lambda *_: torch.empty(1 << 45, device=GPU))
+    publisher = Publisher(GPU, timeout_s=30)
+    env = os.environ | {"DRY_IPC": "0" if refused == "driver" else "1"}
+    command = [sys.executable, "-c", TRIED, publisher.address[1:]]
+    reader = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    published = publish_trial(publisher)
+    read = reader.communicate(timeout=60)[0].splitlines()[-1]
+    expected = {
+        "": ("", ""),
+        "driver": ("TransportError: the other side of a weight sync is", "AcceleratorError: CUDA"),
+        "allocator": ("OutOfMemoryError: ", "TransportError: the trainer could not send"),
+    }[refused]
+    for found, begin in zip((published, read), expected, strict=True):
+        assert found.startswith(begin) and bool(found) == bool(begin), (published, read)
 
 
 def test_memory_that_another_stream_reads_is_not_unmapped() -> None:

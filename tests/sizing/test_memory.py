@@ -38,6 +38,9 @@ def measured(spec, passes) -> RoleMemory:
     )
 
 
+BY_MEMORY = "actor_rollout_ref.rollout.weight_transport=shared_memory"
+
+
 @pytest.fixture
 def run(planned):
     """Return a function that plans a run on devices of a size, without running engines."""
@@ -84,7 +87,7 @@ def held(run: SizedRun) -> dict[str, dict[str, float]]:
 
 
 def test_roles_of_a_device_add_up_in_each_phase(run):
-    found = held(run(80, "actor_rollout_ref.actor.use_kl_loss=true"))
+    found = held(run(80, "actor_rollout_ref.actor.use_kl_loss=true", BY_MEMORY))
     assert list(found) == [
         "build",
         "generation",
@@ -172,6 +175,16 @@ def test_streaming_within_a_gpu_needs_both_models_at_once(run):
     assert phase.held["actor"] == WEIGHTS + MOMENTS + gathered
 
 
+def test_auto_streams_where_both_models_fit(run):
+    """On smaller devices the trial of ipc finds too little memory. A host has room for the copy."""
+    streams, one = run(80), run(20)
+    assert held(streams).keys() - held(one).keys() == {"sync: check", "sync: stream"}
+    assert held(one).keys() - held(streams).keys() == {"sync: gather", "sync: load"}
+    for sized in (streams, one):
+        copies = [phase.held.get("weights", 0) for phase in sized.memory.host]
+        assert max(copies) == 2 * sized.policy.exported
+
+
 def test_weights_are_checked_before_an_engine_wakes(run):
     """The pass over a few tokens has 3 GiB beside weights and moments; the engine is asleep."""
 
@@ -190,7 +203,7 @@ def test_weights_are_checked_before_an_engine_wakes(run):
 
 @pytest.mark.parametrize(("eager", "kept"), [("false", 2.5), ("true", 1.0)])
 def test_a_sleeping_engine_keeps_its_context_buffers_and_graphs(run, eager, kept):
-    one = run(80, f"actor_rollout_ref.rollout.enforce_eager={eager}")
+    one = run(80, f"actor_rollout_ref.rollout.enforce_eager={eager}", BY_MEMORY)
     phases = {phase.name: phase for phase in one.memory.groups[0].phases}
     for name, process in (("old log-probs", kept), ("sync: load", kept), ("generation", 0.5)):
         phase = phases[name]

@@ -54,10 +54,13 @@ def test_a_sync_brings_one_copy_to_each_node(planned):
     )
     moved = sync_bytes(plan, model_facts(model_spec(config.actor_rollout_ref.model)))
     assert moved.whole == 2 * 7_615_616_512 and moved.per_device == moved.whole // 4
-    assert [(use.transport, use.readers, use.nodes) for use in moved.uses] == [
-        ("shared_memory", "2 engines", [0]),
-        ("collective", "2 engines", [1]),
-    ]
+    for sync, first in ((moved, "ipc"), (moved.fallback, "shared_memory")):
+        assert [(use.transport, use.readers, use.nodes) for use in sync.uses] == [
+            (first, "2 engines", [0]),
+            ("collective", "2 engines", [1]),
+        ]
+    labels = [name for name, _ in moved.lines()]
+    assert labels == ["weights", "ipc", "collective", "if ipc fails", "if ipc fails"]
     assert moved.host_bytes(0) == moved.host_bytes(1) == moved.whole
 
 

@@ -10,8 +10,11 @@ def routes(actor, rollout, per_engine=1, per_node=2, device="cuda", chosen="auto
 
 
 def test_engines_beside_an_actor_rank_share_memory():
-    found = routes([0, 1, 2, 3], [0, 1, 2, 3])
-    assert found.transport == ("shared_memory",) * 4
+    tried = routes([0, 1, 2, 3], [0, 1, 2, 3])
+    assert tried.transport == ("ipc",) * 4 and tried.is_streaming and tried.writers == ()
+    assert str(tried) == "ipc. If its trial fails: shared_memory"
+    found = tried.fallback
+    assert found.transport == ("shared_memory",) * 4 and found.fallback is None
     assert found.writers == (0, 2), "the first actor rank of each node"
     assert not found.is_streaming and str(found) == "shared_memory"
 
@@ -27,6 +30,9 @@ def test_engines_on_other_nodes_receive_one_copy_a_node():
 
 def test_only_nodes_with_engines_get_a_copy():
     found = routes([0, 1, 2, 3], [3, 4])
+    assert found.transport == ("ipc", "collective")
+    assert found.writers == () and found.receivers == (1,)
+    found = found.fallback
     assert found.transport == ("shared_memory", "collective")
     assert found.writers == (2,) and found.receivers == (1,)
     assert str(found) == "shared_memory to 1, collective to 1 engines"
@@ -43,6 +49,7 @@ def test_processes_of_a_cpu_device_stream(monkeypatch):
     found = routes([0, 1, 2], [0, 3, 4], per_node=4, device="cpu", inference=[1])
     assert found.transport == ("ipc", "shared_memory", "collective", "shared_memory")
     assert found.publishers == {0: 0} and found.writers == (0,) and found.receivers == (2,)
+    assert found.fallback is None, "memory files need no trial"
     assert routes([0], [0, 1], per_engine=2, device="cpu").transport == ("shared_memory",)
     assert routes([0, 1], [0, 1], per_engine=2, device="cpu").transport == ("ipc",)
     monkeypatch.setattr("sys.platform", "darwin")

@@ -238,8 +238,8 @@ inner, first = weights.sync_weights, []
 class Stale:
     def __init__(self, actor): self.actor = actor
     def __getattr__(self, name): return getattr(self.actor, name)
-    def offer_weights(self, version, probe_limit):
-        fresh = self.actor.offer_weights(version, probe_limit)
+    def offer_weights(self, version, probe_limit, routes):
+        fresh = self.actor.offer_weights(version, probe_limit, routes)
         first.append(fresh[0].fingerprint)
         wrong = len(first) == 2
         return [dataclasses.replace(e, fingerprint=e.fingerprint + wrong) for e in fresh]

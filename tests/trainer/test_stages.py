@@ -109,6 +109,7 @@ def fake_run(**fields) -> FakeRun:
         "first_step": True,
         "current": StepState(),
         "version": 0,
+        "routes": None,
         "inference": None,
         "env_factory": None,
         "service": None,

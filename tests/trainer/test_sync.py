@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +49,9 @@ ANSWERS = {
     "fetch_weights": [],
     "load_weights": PROBES,
 }
+BY_MEMORY = weight_routes([0], [0], 1, 1, "cuda", "shared_memory")
 IN_ORDER = [
-    ("actor", "offer_weights", 4, pytest.approx(0.005)),
+    ("actor", "offer_weights", 4, pytest.approx(0.005), BY_MEMORY),
     ("actor", "publish_weights", OFFERS[0]),
     ("rollout", "load_weights", OFFERS[0], EXPORTED),
     ("actor", "release_weights"),
@@ -59,7 +61,7 @@ IN_ORDER = [
 def synced(fails=None):
     book = []
     run = fake_run(actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3)
-    run.plan.weights = weight_routes([0], [0], 1, 1, "cuda", "auto")
+    run.plan.weights = BY_MEMORY
     run.plan.train_dtype = run.plan.rollout_dtype = "float32"
     run.previous = StepState()
     return book, run
@@ -91,7 +93,7 @@ def test_inference_loads_with_the_engines_and_its_failure_keeps_the_version(fail
     assert run.version == 4 and book == [*IN_ORDER[:2], loads, *IN_ORDER[2:]]
     assert run.metrics["perf/weight_probe_gap"] == 2e-6, "of the engines alone"
     book.clear()
-    run.plan.weights = weight_routes([0], [0], 1, 1, "cuda", "auto", [1])
+    run.routes = weight_routes([0], [0], 1, 1, "cuda", "auto", [1]).fallback
     engines = SimpleNamespace(supervisor=Calls(book, "supervisor"), workers=["of the engines"])
     looks = ("supervisor", "raise_if_worker_died", engines.workers)
     monkeypatch.setattr(weights, "group", lambda _: engines)
@@ -211,6 +213,55 @@ class Engines:
         self.restarted.append([worker.rank for worker in workers])
         if self.errors:
             raise self.errors.pop(0)
+
+
+TRIED = weight_routes([0, 1], [0, 1], 1, 2, "cuda", "auto")
+
+
+@pytest.mark.parametrize("fails", ["", "open_trial", "read_trial", "publish_trial", "death"])
+def test_engines_try_ipc_before_the_first_sync_alone(fails, monkeypatch):
+    """Wherever it fails, all weights go by shared memory, and the console says why, once."""
+    book, run = synced()
+    run.plan.weights, run.plan.tensor_parallel = TRIED, 2
+    reason = "" if fails in ("", "death") else "why"
+    lacks = [("a", ""), ("b", reason if fails == "open_trial" else "")]
+    answers = {
+        "open_trial": lacks,
+        "read_trial": ["", reason if fails == "read_trial" else ""],
+        "publish_trial": [reason if fails == "publish_trial" else "", ""],
+    }
+    monkeypatch.setitem(globals(), "ANSWERS", ANSWERS | answers)
+
+    def submitted(method, *arguments):
+        if fails == "death":
+            raise died()
+        return Answer(method(*arguments))
+
+    monkeypatch.setattr(weights, "submit", submitted)
+    engines = SimpleNamespace(supervisor=Calls(book, "supervisor"))
+    monkeypatch.setattr(weights, "group", lambda _: engines)
+    monkeypatch.setattr(weights, "restart_engines", lambda *_: book.append("restart"))
+    run.config.actor_rollout_ref.rollout.weight_probe = "never"
+    sync_weights(run)
+    expected = replace(TRIED, fallback=None) if not fails else TRIED.fallback
+    trial = [
+        ("actor", "open_trial", TRIED, 0.5),
+        ("supervisor", "raise_if_worker_died"),
+        ("rollout", "read_trial", TRIED, ["a", "b"]),
+        ("actor", "publish_trial"),
+    ]
+    if fails in ("open_trial", "death"):
+        trial = trial[:2]
+    if fails == "death":
+        trial.append("restart")
+    assert book[: len(trial) + 1] == [*trial, ("actor", "offer_weights", 4, None, expected)]
+    result = {"": "succeeded", "death": "failed: a worker died"}.get(fails, "failed: why")
+    assert list(run.display) == [f"weight sync: {expected}. The trial of ipc {result}"]
+    book.clear()
+    if not fails:
+        sync_weights(run)
+        assert book[0] == ("actor", "offer_weights", 5, None, expected)
+        assert len(run.display) == 1
 
 
 class Awake(Calls):
@@ -389,7 +440,8 @@ def test_auto_drops_a_probe_that_takes_more_than_2_percent_of_a_step(setting, be
     run.config.actor_rollout_ref.rollout.weight_probe = setting
     run.previous = StepState(1, before)
     sync_weights(run)
-    assert book[0] == ("actor", "offer_weights", 4, pytest.approx(0.005) if expected else None)
+    limit = pytest.approx(0.005) if expected else None
+    assert book[0] == ("actor", "offer_weights", 4, limit, BY_MEMORY)
     is_dropped = setting == "auto" and not expected and len(before) == 2
     assert [line for line in run.display if "0.21 s of a step of 10.00 s" in line] == (
         run.display if is_dropped else []

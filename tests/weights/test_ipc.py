@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -14,7 +16,13 @@ import torch
 from tests.other_user import as_nobody
 from tests.weights.test_buckets import NAMED, assert_equal
 from verlite.weights import TransportError, ipc
-from verlite.weights.ipc import BucketStream, Publisher, without_expandable
+from verlite.weights.ipc import (
+    BucketStream,
+    Publisher,
+    publish_trial,
+    read_trial,
+    without_expandable,
+)
 from verlite.weights.transport import publish
 
 CPU = torch.device("cpu")
@@ -156,6 +164,37 @@ def test_allocator_settings_of_torch_2_11_are_read_from_a_snapshot(monkeypatch):
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "max_split_size": -1}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
     assert ipc._allocator_settings() == "expandable_segments:True"
+
+
+TRIAL = """
+import sys
+from verlite.weights import ipc
+if sys.argv[2] == "other values":
+    opened = ipc.open_buffer
+    ipc.open_buffer = lambda handle: opened(handle) + 1
+print(ipc.read_trial(ipc.BucketStream(("\\0" + sys.argv[1],), timeout_s=120)))
+"""
+
+
+@pytest.mark.parametrize("how", ["", "other values"])
+def test_another_process_reads_a_trial(how):
+    """It compares each value."""
+    publisher = Publisher(CPU, timeout_s=120)
+    command = [sys.executable, "-c", TRIAL, publisher.address[1:], how]
+    reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert publish_trial(publisher) == ""
+    expected = "the engine read other values than the actor had written" if how else ""
+    assert reader.communicate(timeout=60)[0] == f"{expected}\n"
+    assert open_buffers() == 0
+
+
+def test_a_trial_ends_where_no_engine_connects():
+    """As one in another network namespace, which has other addresses."""
+    publisher = Publisher(CPU, timeout_s=0.1)
+    expected = "TransportError: no engine asked for the weights within 0.1 s"
+    assert publish_trial(publisher) == expected
+    found = read_trial(BucketStream((publisher.address,), timeout_s=1))
+    assert found.startswith("TransportError: the other side of a weight sync is gone")
 
 
 def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):

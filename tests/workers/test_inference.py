@@ -74,7 +74,7 @@ def test_inference_computes_what_the_actor_would(lora_rank, tiny_qwen2):
     with pytest.raises(WeightSyncError, match="no weight sync has reached it"):
         inference.log_probs(batch)
 
-    offer: Offer = actor.offer_weights(1, 0.005)
+    offer: Offer = actor.offer_weights(1, 0.005, plan.weights)
     inference.load_weights(offer, [actor.publish_weights(offer)])
     actor.release_weights()
 
@@ -86,6 +86,6 @@ def test_inference_computes_what_the_actor_would(lora_rank, tiny_qwen2):
         assert (actors == own).all() and (own != at_start).any() == actors.any()
     after = call(batch).non_tensor_batch["ref_log_prob"]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
-    actor.offer_weights(2, None)
+    actor.offer_weights(2, None, plan.weights)
     with pytest.raises(WeightSyncError, match=r"version 1\) refuses .* from version 2"):
         inference.log_probs(batch.with_meta(version=2))

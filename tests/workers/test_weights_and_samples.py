@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.models import tiny_tokenizer
+from verlite.engine.export import Sizes
 from verlite.envs.factory import EnvFactory
 from verlite.envs.step import Step, ToolError, encode_text
 from verlite.protocol.data import DataProto, object_array
@@ -21,8 +22,8 @@ from verlite.rollout.types import Completion, Load, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec, PublishSpec, ScorerSpec
 from verlite.spec.weight_routes import weight_routes
 from verlite.weights import TransportError
-from verlite.weights.collective import WeightSender
 from verlite.weights.fingerprint import fingerprint
+from verlite.weights.ipc import read_trial
 from verlite.weights.probe import Probe
 from verlite.weights.transport import Export
 from verlite.workers import rollout as rollouts
@@ -61,6 +62,7 @@ class Inference(OnCpu, InferenceWorker):
 def plan(actor, rollout, transport="auto", inference=(), device="cuda"):
     """Return the part of a plan that a weight sync reads: two devices a node."""
     routes = weight_routes(actor, rollout, 1, 2, device, transport, inference)
+    routes = routes.fallback or routes
     placement = {"actor": actor, "rollout": rollout} | (
         {"inference": inference} if inference else {}
     )
@@ -86,7 +88,6 @@ def config(folder="unused", lora_rank=0):
 def publishing(routes):
     """Return what the actor knows of weight syncs."""
     return PublishSpec(
-        routes=routes.weights,
         train_dtype=routes.train_dtype,
         rollout_dtype=routes.rollout_dtype,
         sync_dtype=routes.sync_dtype,
@@ -103,14 +104,13 @@ def actors(routes, settings):
     ranks = []
     for rank in range(len(routes.placement["actor"])):
         actor = Actor.__new__(Actor)
-        actor.rank = rank
+        actor.rank, actor._spec = rank, SimpleNamespace(address="127.0.0.1")
         actor.spec = SimpleNamespace(**vars(settings), publish=publishing(routes))
         actor._sync = SyncedParts(routes.syncs_adapters)
         actor._memory_files = actor._publisher = actor._sender = None
-        if rank == 0 and routes.weights.receivers:
-            actor._sender = WeightSender("127.0.0.1", len(routes.weights.receivers), CPU, 30)
         actor.calls = []
         actor.engine = trainer_engine(actor.calls)
+        actor.routes = routes.weights
         ranks.append(actor)
     return ranks
 
@@ -136,8 +136,8 @@ def engine_workers(routes, settings):
     ranks = []
     for rank in range(len(routes.placement["rollout"])):
         rollout = Rollout.__new__(Rollout)
-        rollout.rank, rollout.spec = rank, SimpleNamespace(routes=routes.weights)
-        rollout._reader = reader(routes, settings, "rollout", rank)
+        rollout.rank, rollout.spec = rank, None
+        rollout._reader = reader(settings, "rollout", rank)
         rollout.calls = calls = []
 
         def load(named, version, expected, is_probed, calls=calls):
@@ -151,9 +151,9 @@ def engine_workers(routes, settings):
     return ranks
 
 
-def reader(routes, settings, role, rank):
+def reader(settings, role, rank):
     folder = Path(settings.run_dir, "weights")
-    return WeightReader(routes.weights, routes.weights.reader(role, rank), folder, CPU)
+    return WeightReader(role, rank, folder, CPU)
 
 
 def inference_workers(routes, settings):
@@ -165,7 +165,7 @@ def inference_workers(routes, settings):
         inference.spec = SimpleNamespace(**vars(settings), max_model_len=8)
         inference.version, inference._not_ready = None, "no weight sync has reached it"
         inference.rank_rows, inference._dtype = StepRows(), torch.bfloat16
-        inference._reader = reader(routes, settings, "inference", rank)
+        inference._reader = reader(settings, "inference", rank)
         inference.loaded = loaded = {}
 
         def load(named, loaded=loaded):
@@ -184,7 +184,7 @@ def inference_workers(routes, settings):
 
 def sync(trainer, engines, version):
     """Do what trainer.stages.weights does, with a thread for each process."""
-    offers = [actor.offer_weights(version, None) for actor in trainer]
+    offers = [actor.offer_weights(version, None, actor.routes) for actor in trainer]
     with ThreadPoolExecutor(8) as pool:
         publishing = [pool.submit(actor.publish_weights, offers[0]) for actor in trainer]
         fetching = [pool.submit(engine.fetch_weights, offers) for engine in engines]
@@ -223,6 +223,53 @@ def test_every_engine_gets_the_weights_wherever_it_is(place, tmp_path):
         assert actor.calls[0] == "onload" and actor.calls[-1] == "offload"
         if actor._sender:
             actor._sender.abort("the test ends")
+
+
+@pytest.mark.parametrize("how", ["", "other values"])
+def test_engines_beside_the_actor_read_its_trial(how, monkeypatch, tmp_path):
+    """Only those. A later sync has a stream of its own."""
+    placed = plan([0, 1], [1, 2], "auto"), config(tmp_path)
+    trainer, engines = actors(*placed), engine_workers(*placed)
+    routes = weight_routes([0, 1], [1, 2], 1, 2, "cuda", "auto")
+    if how:
+        monkeypatch.setattr(
+            "verlite.weights.ipc.open_buffer", lambda _: torch.zeros(1 << 16).byte()
+        )
+    for engine in engines:
+        engine.engine.read_trial = read_trial
+    opened = [actor.open_trial(routes, 1.0) for actor in trainer]
+    assert [lack for _, lack in opened] == ["", ""]
+    addresses = [address for address, _ in opened]
+    assert [bool(address) for address in addresses] == [False, True]
+    with ThreadPoolExecutor(8) as pool:
+        publishing = [pool.submit(actor.publish_trial) for actor in trainer]
+        reading = [pool.submit(engine.read_trial, routes, addresses) for engine in engines]
+        assert [future.result(30) for future in publishing] == ["", ""]
+        found = [future.result(30) for future in reading]
+    reason = "the engine read other values than the actor had written"
+    assert found == [reason if how else "", ""]
+    trainer[1].open_trial(routes, 1.0)
+    assert trainer[1].offer_weights(1, None, routes.fallback).stream is None
+    assert trainer[1]._publisher is None
+
+
+def test_ipc_wants_memory_for_the_engine_and_the_buckets(monkeypatch):
+    """A model of 2**30 weights in bfloat16, with layers of 2**26 and an embedding of 2**27, and
+    buckets of 1 MiB: two buckets and a gathered one of the embedding's size, a layer and a weight.
+    An engine of two GPUs takes half of the weights, one that is awake none. 5% stay free."""
+    (actor,) = actors(plan([0], [0]), config())
+    actor.device = torch.device("cuda")
+    actor.engine.sizes = lambda: Sizes(2**30, 2**26, 2**27)
+    buffers = 3 * 2**28 + 2**27 + 2**28
+    free, total = [0], 80 * 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2**20 - 512)
+    for share, engine in ((1.0, 2**31), (0.5, 2**30), (0.0, 0)):
+        free[0] = buffers + engine + 4 * 2**30 - 512
+        assert actor._lack_of_memory(share) == ""
+        free[0] -= 1
+        assert actor._lack_of_memory(share).startswith("the GPU of actor rank 0 has ")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -314,7 +361,7 @@ def test_inference_refuses_weights_that_are_not_the_actors():
     inference.engine.probe = lambda limit, length: found[-1]
 
     def load(version, weights, own_log_probs):
-        offer = replace(actor.offer_weights(version, None), probe=good)
+        offer = replace(actor.offer_weights(version, None, actor.routes), probe=good)
         exports = [actor.publish_weights(offer)]
         found.append(replace(good, log_probs=own_log_probs))
         inference._reader = SimpleNamespace(published=lambda *_, trained: weights)
@@ -337,7 +384,9 @@ def test_inference_refuses_weights_that_are_not_the_actors():
 def test_ranks_that_only_help_to_gather_keep_nothing():
     routes = plan([0, 1], [0, 1])
     trainer = actors(routes, config())
-    exports = [actor.publish_weights(actor.offer_weights(1, None)) for actor in trainer]
+    exports = [
+        actor.publish_weights(actor.offer_weights(1, None, actor.routes)) for actor in trainer
+    ]
     assert [actor.calls[1] for actor in trainer] == [("gathers for", CPU), ("gathers for", None)]
     assert [bool(export.paths) for export in exports] == [True, False]
     trainer[0].release_weights()
@@ -350,7 +399,7 @@ def test_an_actor_whose_reader_dies_frees_its_device_memory(frees, monkeypatch):
     """The reader's successor needs it while it is built. The first error is raised even if that
     fails, too."""
     (actor,) = actors(plan([0], [0], "ipc"), config())
-    offer = actor.offer_weights(1, None)
+    offer = actor.offer_weights(1, None, actor.routes)
     with socket.socket(socket.AF_UNIX) as reader:
         reader.connect(offer.stream)
     if not frees:
@@ -364,7 +413,7 @@ def test_an_actor_whose_reader_dies_frees_its_device_memory(frees, monkeypatch):
 def test_an_engine_reads_the_copy_of_its_own_node():
     routes = plan([0, 2], [0, 2])
     trainer, engines = actors(routes, config()), engine_workers(routes, config())
-    offers = [actor.offer_weights(1, None) for actor in trainer]
+    offers = [actor.offer_weights(1, None, actor.routes) for actor in trainer]
     first, second = (actor.publish_weights(offers[0]) for actor in trainer)
     assert (first.node, second.node) == (0, 1)
     engines[1].load_weights(offers[0], [Export(0, ("/nowhere",), 20), second])
@@ -389,7 +438,6 @@ def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
         generation=GenerationSpec(),
         seed=0,
         max_model_len=8,
-        routes=routes.weights,
         run_dir=settings.run_dir,
         engines=1,
         scorer=ScorerSpec(),
@@ -402,7 +450,7 @@ def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
     rollout.rank = 0
     rollout.__init__(spec)
     (actor,) = actors(routes, settings)
-    offer = actor.offer_weights(1, None)
+    offer = actor.offer_weights(1, None, actor.routes)
     rollout.load_weights(offer, [actor.publish_weights(offer)])
     actor.release_weights()
     rollout.scorer.close()

@@ -55,7 +55,6 @@ def actor_spec(config: Config, plan: Plan, total_steps: int) -> roles.ActorSpec:
         advantage=advantage_spec(config),
         correction=plan.correction,
         publish=roles.PublishSpec(
-            routes=plan.weights,
             train_dtype=plan.train_dtype,
             rollout_dtype=plan.rollout_dtype,
             sync_dtype=plan.sync_dtype,
@@ -73,7 +72,6 @@ def inference_spec(config: Config, plan: Plan, total_steps: int) -> roles.Infere
     return roles.InferenceSpec(
         **_training(config, plan, total_steps, "inference"),
         log_probs=_log_probs(config, plan),
-        routes=plan.weights,
         dtype=plan.train_dtype,
         max_model_len=plan.max_model_len,
     )
@@ -103,7 +101,6 @@ def rollout_spec(config: Config, plan: Plan) -> roles.RolloutSpec:
         generation=generation_spec(policy.rollout, policy.model, kv_at_update(config)),
         seed=policy.rollout.seed,
         max_model_len=plan.max_model_len,
-        routes=plan.weights,
         run_dir=config.trainer.default_local_dir,
         engines=plan.engines,
         scorer=scorer_spec(config.custom_reward_function, config.reward),

@@ -480,19 +480,22 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
     rollout = config.actor_rollout_ref.rollout
     name = resolve_rollout(rollout.name)
     size = tensor_parallel(config)
+    weights = weight_routes(
+        placement["actor"],
+        placement["rollout"],
+        size,
+        config.trainer.n_gpus_per_node,
+        device,
+        weight_transport(config),
+        placement.get("inference", ()),
+    )
+    if config.trainer.mode != "sync":  # running engines leave less room than a trial would find
+        weights = weights.fallback or weights
     return {
         "rollout_name": name,
         "servers": servers(config),
         "tensor_parallel": size,
-        "weights": weight_routes(
-            placement["actor"],
-            placement["rollout"],
-            size,
-            config.trainer.n_gpus_per_node,
-            device,
-            weight_transport(config),
-            placement.get("inference", ()),
-        ),
+        "weights": weights,
         "syncs_adapters": syncs_adapters(config.actor_rollout_ref.model, rollout),
         "train_dtype": resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
         "rollout_dtype": resolve_dtype(rollout.dtype, device),

@@ -574,12 +574,13 @@ class RolloutConfig:
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling during validation.",
         used_when=GIVEN_VALIDATION)
     weight_transport: str = key("auto",
-        "Weight sync: how engines get the weights. auto: ipc on CPUs, between processes of "
-        "one device; else shared_memory on nodes with an actor rank, collective on others. "
-        "shared_memory: one copy in the memory of each host. ipc: bucket by bucket from the "
-        "memory of the actor on the same device. collective: broadcast to one engine "
-        "of each host (NCCL or gloo). files: safetensors in trainer.default_local_dir/weights, a "
-        "folder that all hosts share. Servers get files, or collective (gloo, without a folder).",
+        "Weight sync: how engines get the weights. auto: ipc between processes of one device, on "
+        "GPUs with trainer.mode=sync and if a trial succeeds; else shared_memory on nodes with an "
+        "actor rank, collective on others. shared_memory: one copy in the memory of each host. "
+        "ipc: bucket by bucket from the memory of the actor on the same device. collective: "
+        "broadcast to one engine of each host (NCCL or gloo). files: safetensors in "
+        "trainer.default_local_dir/weights, a folder that all hosts share. Servers get files, or "
+        "collective (gloo, without a folder).",
         choices=("auto", *TRANSPORTS))
     weight_probe: str = key("auto",
         "Weight sync: whether trainer and engine also compare their log-probs of fixed tokens. "

@@ -2,10 +2,11 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,23 @@ def named_weights(
         if name in adapted and part == "merged":
             tensor = lora.merged(adapted[name], dtype, device)
         yield lora.base_name(name), tensor
+
+
+class Sizes(NamedTuple):
+    """Elements of all weights, of the largest decoder layer, and of the largest weight."""
+
+    all: int
+    layer: int
+    tensor: int
+
+
+def sizes(model: PreTrainedModel) -> Sizes:
+    """Return the sizes of a model's parameters, sharded or not, adapters included."""
+    numbers = [(layer_prefix(name), p.numel()) for name, p in model.named_parameters()]
+    layers: Counter[str] = Counter()
+    for layer, number in numbers:
+        layers[layer] += number
+    return Sizes(layers.total(), max(layers.values()), max(number for _, number in numbers))
 
 
 def full_weights(

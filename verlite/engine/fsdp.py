@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite import progress
 from verlite.engine import NonFiniteError, checkpoint, export, loading, lora, sharding, ulysses
-from verlite.engine.export import Part
+from verlite.engine.export import Part, Sizes
 from verlite.engine.folder import experts_of, load_config
 from verlite.engine.micro import (
     MicroBatch,
@@ -587,6 +587,10 @@ class TrainEngine:
             raise OSError(f"cannot write {folder}: {failure}") from failure
         if failure is not None:
             raise failure
+
+    def sizes(self) -> Sizes:
+        """Return the elements of all weights, of the largest layer and of the largest weight."""
+        return export.sizes(self.model.model)
 
     def fingerprint(self, dtype: torch.dtype | None = None, part: Part = "merged") -> int:
         """Return weights.fingerprint.fingerprint of the weights in `dtype`, equal to that of what

@@ -33,6 +33,7 @@ from verlite.rollout.types import (
 )
 from verlite.spec.catalog import ENGINES, resolve
 from verlite.spec.roles import GenerationSpec, ModelSpec
+from verlite.weights.ipc import BucketStream, read_trial
 from verlite.weights.probe import Gap, Probe, gap
 
 Waiter = asyncio.Future[Completion]
@@ -409,6 +410,15 @@ class BatchedEngine:
     def fingerprint(self) -> int:
         """Return the fingerprint of the weights the engine computes with, measured now."""
         return int(self._call(lambda core: core.fingerprint()))
+
+    def read_trial(self, stream: BucketStream) -> str:
+        """Read the trial of the transport ipc where weights would be read.
+
+        Returns:
+            Why that cannot be done; "" if it can.
+        """
+        # Only a core that reads weights in other processes has a method for it.
+        return str(self._call(lambda core: getattr(core, "read_trial", read_trial)(stream)))
 
     def sleep(self) -> None:
         """Free device memory; see `Engine.sleep`. Raises RuntimeError while requests run."""

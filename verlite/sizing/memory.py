@@ -47,6 +47,7 @@ class SyncBytes:
     per_device: bytes that each device of an engine holds.
     uses: the transports.
     adapters: parameters that later syncs export alone (rollout.lora_sync=adapter); None: all.
+    fallback: the sync if the trial of ipc fails; None: there is no trial.
     """
 
     parameters: int
@@ -55,19 +56,24 @@ class SyncBytes:
     per_device: int
     uses: list[TransportUse]
     adapters: int | None = None
+    fallback: "SyncBytes | None" = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""
         parameters = amount(self.parameters)
         lines = [("weights", f"{parameters} parameters in {self.dtype} = {size(self.whole)}")]
-        for use in self.uses:
-            where = f"{use.readers} on {counted(len(use.nodes), 'node')}"
-            text = f"{where}; {self._way(use.transport)}; each device loads {size(use.per_device)}"
-            lines.append((use.transport, text))
+        lines += [(use.transport, self._sentence(use)) for use in self.uses]
+        if self.fallback is not None:
+            for use in self.fallback.uses:
+                lines.append(("if ipc fails", f"{use.transport}: {self._sentence(use)}"))
         if self.adapters is not None:
             alone = size(self.adapters * DTYPE_BYTES[self.dtype])
             lines.append(("later syncs", f"{amount(self.adapters)} adapter parameters = {alone}"))
         return lines
+
+    def _sentence(self, use: TransportUse) -> str:
+        where = f"{use.readers} on {counted(len(use.nodes), 'node')}"
+        return f"{where}; {self._way(use.transport)}; each device loads {size(use.per_device)}"
 
     def _way(self, transport: str) -> str:
         whole = size(self.whole)
@@ -79,9 +85,10 @@ class SyncBytes:
         }[transport]
 
     def host_bytes(self, node: int) -> int:
-        """Return the bytes of a node's memory that hold the weights while its engines load."""
+        """Return the most bytes of a node's memory that hold the weights while its engines load."""
         keeping = ("shared_memory", "collective")
-        return self.whole * any(use.transport in keeping and node in use.nodes for use in self.uses)
+        uses = [*self.uses, *(self.fallback.uses if self.fallback else [])]
+        return self.whole * any(use.transport in keeping and node in use.nodes for use in uses)
 
 
 def sync_bytes(plan: Plan, facts: ModelFacts) -> SyncBytes:
@@ -103,7 +110,10 @@ def sync_bytes(plan: Plan, facts: ModelFacts) -> SyncBytes:
                 readers = f"{counted(len(plan.servers), 'server')} by one process"
             uses.append(TransportUse(transport, readers, sorted(set(of_it)), loaded))
     adapters = facts.trained if plan.syncs_adapters else None
-    return SyncBytes(facts.exported, plan.sync_dtype, whole, per_device, uses, adapters)
+    fallback = (
+        sync_bytes(replace(plan, weights=routes.fallback), facts) if routes.fallback else None
+    )
+    return SyncBytes(facts.exported, plan.sync_dtype, whole, per_device, uses, adapters, fallback)
 
 
 TRAINING_ROLES = ("actor", "inference", "ref", "teacher", "critic")
@@ -246,6 +256,7 @@ of pages that are not returned were measured (docs/benchmarks.md)."""
 
 Measure = Callable[[DryEngineSpec, Passes], RoleMemory]
 
+STREAM = "sync: stream"
 _FORWARD = {
     "actor": "old log-probs",
     "inference": "old log-probs",
@@ -309,7 +320,10 @@ class Memory:
 def run_memory(
     config: Config, plan: Plan, devices: Devices, policy: ModelFacts, measure: Measure
 ) -> Memory:
-    """Return the memory of a run whose samples all have the longest length."""
+    """Return the memory of a run whose samples all have the longest length.
+
+    Weights that may go by ipc go by its fallback if a device has too little memory for it.
+    """
     roles = {
         role.name: MeasuredRole(role.name, role.spec, role.passes, measured_role(role, measure))
         for role in training_roles(config, plan)
@@ -319,13 +333,21 @@ def run_memory(
         here = tuple(role for role in plan.device_roles if device in plan.placement[role])
         if here:
             by_roles.setdefault(here, []).append(device)
-    groups = [
-        DeviceGroup(numbers, here, _phases(config, plan, devices, policy, roles, here))
-        for here, numbers in by_roles.items()
-    ]
-    memory = {name: role.memory for name, role in roles.items()}
-    nodes = [_node(config, plan, policy, roles, node) for node in range(plan.nnodes)]
-    return Memory(memory, groups, max(nodes, key=lambda node: max(phase.total for phase in node)))
+
+    def memory(plan: Plan) -> Memory:
+        groups = [
+            DeviceGroup(numbers, here, _phases(config, plan, devices, policy, roles, here))
+            for here, numbers in by_roles.items()
+        ]
+        measured = {name: role.memory for name, role in roles.items()}
+        nodes = [_node(config, plan, policy, roles, node) for node in range(plan.nnodes)]
+        fullest = max(nodes, key=lambda node: max(phase.total for phase in node))
+        return Memory(measured, groups, fullest)
+
+    found = memory(plan)
+    if plan.weights.fallback and any(phase.name == STREAM for _, phase, _ in over(found, devices)):
+        return memory(replace(plan, weights=plan.weights.fallback))  # what the trial will find
+    return found
 
 
 def measured_role(role: SizedRole, measure: Measure) -> RoleMemory:
@@ -431,7 +453,7 @@ def _phases(
         if plan.weights.uses("ipc"):
             # The engine copies each weight out of two buckets while the trainer gathers.
             streamed = engine + min(2 * bucket, whole) + max(largest, hashing)
-            phases.append(phase("sync: stream", streamed, actor=exporting))
+            phases.append(phase(STREAM, streamed, actor=exporting))
         else:
             phases.append(phase("sync: load", engine + max(bucket, hashing)))
     if any(roles[name].spec.optim is not None for name in trained):

@@ -12,7 +12,6 @@ from typing import Any
 
 from verlite.files import JSON_VALUES
 from verlite.spec.correction import RolloutCorrection
-from verlite.spec.weight_routes import WeightRoutes
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,6 @@ class LogProbSpec:
 class PublishSpec:
     """What a weight sync sends, and to whom."""
 
-    routes: WeightRoutes
     train_dtype: str
     rollout_dtype: str
     sync_dtype: str
@@ -319,7 +317,6 @@ class ActorSpec(TrainingRole):
 @dataclass(frozen=True)
 class InferenceSpec(TrainingRole):
     log_probs: LogProbSpec
-    routes: WeightRoutes
     dtype: str
     """In which it computes."""
     max_model_len: int
@@ -424,7 +421,6 @@ class RolloutSpec:
     generation: GenerationSpec
     seed: int
     max_model_len: int
-    routes: WeightRoutes
     run_dir: str
     engines: int
     """Rollout workers of the run."""

@@ -6,7 +6,7 @@ in this order.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TRANSPORTS = ("shared_memory", "ipc", "collective", "files")
 
@@ -25,6 +25,8 @@ class WeightRoutes:
     writers: actor ranks that write their node's copy into shared memory.
     receivers: readers that receive their node's copy, in the order of their ranks in the group.
     publishers: {device: actor rank} for the devices of ipc engines.
+    fallback: what takes their place if the trial of ipc fails that is made before the first sync.
+        None: nothing is tried.
     """
 
     transport: tuple[str, ...]
@@ -34,6 +36,7 @@ class WeightRoutes:
     writers: tuple[int, ...]
     receivers: tuple[int, ...]
     publishers: dict[int, int]
+    fallback: "WeightRoutes | None" = None
 
     @property
     def is_streaming(self) -> bool:
@@ -59,7 +62,8 @@ class WeightRoutes:
     def __str__(self) -> str:
         text = _words(self.transport[: self.engines], "engines")
         inference = self.transport[self.engines :]
-        return f"{text}; inference: {_words(inference, 'ranks')}" if inference else text
+        text += f"; inference: {_words(inference, 'ranks')}" if inference else ""
+        return f"{text}. If its trial fails: {self.fallback}" if self.fallback else text
 
 
 def _words(transports: Sequence[str], readers: str) -> str:
@@ -86,9 +90,9 @@ def weight_routes(
         rollout: devices of the engines, `per_engine` consecutive ones each.
         per_node: devices of a node.
         device: "cpu" or "cuda".
-        chosen: rollout.weight_transport. "auto": on CPUs under Linux ipc for engines whose
-            devices all have an actor rank; shared_memory for others on nodes with an actor rank,
-            collective on other nodes. `inference` never has ipc, which serves engines.
+        chosen: rollout.weight_transport. "auto": under Linux ipc for engines whose devices all
+            have an actor rank, on GPUs with a fallback; shared_memory for others on nodes with an
+            actor rank, collective on other nodes. `inference` never has ipc, which serves engines.
         inference: devices of the ranks of that role.
     """
     first_rank: dict[int, int] = {}
@@ -98,31 +102,35 @@ def weight_routes(
     engines = len(devices)
     devices += [(device,) for device in inference]
     nodes = [group[0] // per_node for group in devices]
-    transport = ["shared_memory" if node in first_rank else "collective" for node in nodes]
-    if chosen == "auto" and device == "cpu" and sys.platform == "linux":
-        for engine in range(engines):
-            if set(devices[engine]) <= set(actor):
-                transport[engine] = "ipc"
-    if chosen != "auto":
-        transport[:engines] = [chosen] * engines
-        if chosen != "ipc":
-            transport[engines:] = [chosen] * len(inference)
-    first_reader: dict[int, int] = {}
-    for reader, node in enumerate(nodes):
-        if transport[reader] == "collective":
-            first_reader.setdefault(node, reader)
-    written = sorted({n for n, t in zip(nodes, transport, strict=True) if t == "shared_memory"})
-    streamed = [d for g, t in zip(devices, transport, strict=True) if t == "ipc" for d in g]
     rank_on = {place: rank for rank, place in enumerate(actor)}
-    return WeightRoutes(
-        tuple(transport),
-        tuple(nodes),
-        tuple(devices),
-        engines,
-        tuple(first_rank[node] for node in written if node in first_rank),
-        tuple(first_reader.values()),
-        {place: rank_on[place] for place in streamed if place in rank_on},
-    )
+
+    def routes(transport: list[str]) -> WeightRoutes:
+        first_reader: dict[int, int] = {}
+        for reader, node in enumerate(nodes):
+            if transport[reader] == "collective":
+                first_reader.setdefault(node, reader)
+        written = sorted({n for n, t in zip(nodes, transport, strict=True) if t == "shared_memory"})
+        streamed = [d for g, t in zip(devices, transport, strict=True) if t == "ipc" for d in g]
+        return WeightRoutes(
+            tuple(transport),
+            tuple(nodes),
+            tuple(devices),
+            engines,
+            tuple(first_rank[node] for node in written if node in first_rank),
+            tuple(first_reader.values()),
+            {place: rank_on[place] for place in streamed if place in rank_on},
+        )
+
+    by_node = ["shared_memory" if node in first_rank else "collective" for node in nodes]
+    if chosen == "ipc":
+        return routes(["ipc"] * engines + by_node[engines:])
+    if chosen != "auto":
+        return routes([chosen] * len(devices))
+    beside = [set(group) <= set(actor) and sys.platform == "linux" for group in devices[:engines]]
+    streams = ["ipc" if is_beside else by_node[i] for i, is_beside in enumerate(beside)]
+    found = routes(streams + by_node[engines:])
+    is_tried = device == "cuda" and found.uses("ipc")
+    return replace(found, fallback=routes(by_node)) if is_tried else found
 
 
 def why_impossible(

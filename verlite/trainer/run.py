@@ -25,6 +25,7 @@ from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
 from verlite.spec.roles import AdvantageSpec
+from verlite.spec.weight_routes import WeightRoutes
 from verlite.trainer import saving
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
@@ -112,6 +113,8 @@ class Run:
     current: StepState = field(default_factory=StepState)
     """The step in progress, or the last finished one."""
     previous: StepState = field(default_factory=StepState)
+    routes: WeightRoutes | None = None
+    """How weights travel. None before the first sync, which decides it."""
     version: int = 0
     """Version of the policy weights: the number of weight syncs."""
     shown_failures: set[str] = field(default_factory=set)

@@ -27,6 +27,10 @@ from verlite import progress
 from verlite.weights import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 from verlite.weights.buckets import TRAINED, Bucket, fill, header_of, views
 
+TRIAL_S = 60.0
+"""How long the sides of a trial wait for each other."""
+_TRIAL_TENSORS = 3  # the first buffer is used again
+_TRIAL_SIZE = 1 << 14  # float32: the memory of a failed trial may stay until the process ends
 _ACKNOWLEDGED = b"done"
 _numbers = itertools.count()
 
@@ -112,7 +116,7 @@ class Publisher:
         # An abstract address leaves no file behind; it ends with this process.
         self.address = f"\0verlite-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.settimeout(JOIN_S)
+        self._listener.settimeout(min(JOIN_S, timeout_s))
         self._listener.bind(self.address)
         self._listener.listen(1)
         self._timeout_s = timeout_s
@@ -164,7 +168,8 @@ class Publisher:
             try:
                 peer, _ = self._listener.accept()
             except TimeoutError as error:
-                message = f"no engine asked for the weights within {JOIN_S:g} s"
+                waited = self._listener.gettimeout()
+                message = f"no engine asked for the weights within {waited:g} s"
                 raise TransportError(message) from error
             if _peer_uid(peer) == os.getuid():
                 peer.settimeout(self._timeout_s)
@@ -256,6 +261,47 @@ class BucketStream:
                     _send(peer, _ACKNOWLEDGED)
             opened.clear()
             _send(peer, _ACKNOWLEDGED)
+
+
+def publish_trial(publisher: Publisher) -> str:
+    """Publish the tensors of a trial, one a bucket, and close the publisher.
+
+    Returns:
+        Why that failed; "" if the engine has read them.
+    """
+    try:
+        for name, tensor in _trial():
+            publisher.add([(name, tensor.to(publisher.device))])
+        publisher.finish()
+    except Exception as error:  # of an allocator or a driver: the run goes on without ipc
+        publisher.abort(_first_line(error))
+        return _first_line(error)
+    finally:
+        publisher.close()
+    return ""
+
+
+def read_trial(stream: BucketStream) -> str:
+    """Read what `publish_trial` publishes, and compare it.
+
+    Returns:
+        Why that failed; "" if every value has arrived.
+    """
+    try:
+        found = {name: tensor.cpu() for name, tensor in stream}
+    except Exception as error:
+        return _first_line(error)
+    same = [name in found and torch.equal(found[name], tensor) for name, tensor in _trial()]
+    return "" if all(same) else "the engine read other values than the actor had written"
+
+
+def _trial() -> Bucket:
+    values = torch.arange(_TRIAL_TENSORS * _TRIAL_SIZE, dtype=torch.float32)
+    return [(f"trial {i}", part) for i, part in enumerate(values.split(_TRIAL_SIZE))]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _connect(peer: socket.socket, address: str) -> None:

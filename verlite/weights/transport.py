@@ -25,6 +25,7 @@ from typing import Protocol
 from torch import Tensor
 
 from verlite import progress
+from verlite.spec.weight_routes import WeightRoutes
 from verlite.weights.buckets import Bucket, in_buckets
 from verlite.weights.collective import Rendezvous
 from verlite.weights.probe import Probe
@@ -53,6 +54,7 @@ class Offer:
     """What one trainer rank announces before it publishes a version.
 
     Attributes:
+        routes: by which each reader gets it.
         fingerprint: of all weights in the engines' dtype, equal on all ranks.
         own_fingerprint: of all weights as the trainer computes with them, in its compute dtype,
             with LoRA not merged; for the role `inference`. None without that role.
@@ -63,6 +65,7 @@ class Offer:
     """
 
     version: int
+    routes: WeightRoutes
     fingerprint: int
     own_fingerprint: int | None = None
     rendezvous: Rendezvous | None = None

@@ -21,11 +21,12 @@ from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import ragged
 from verlite.spec.catalog import BYPASS_LOSS, ESTIMATORS, LOSSES, resolve
 from verlite.spec.roles import ActorSpec, PolicyLossSpec
+from verlite.spec.weight_routes import WeightRoutes
 from verlite.weights.buckets import TRAINED
 from verlite.weights.collective import WeightSender
 from verlite.weights.files import FolderWriter
 from verlite.weights.fingerprint import combine
-from verlite.weights.ipc import Publisher
+from verlite.weights.ipc import TRIAL_S, Publisher, publish_trial
 from verlite.weights.probe import Probe
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import Export, Offer, Sink, cleanup_after_failure, publish
@@ -40,6 +41,10 @@ from verlite.workers.training import StepRows, credited, micro_batching, trained
 if TYPE_CHECKING:
     from verlite.engine.export import Part
     from verlite.engine.fsdp import Counts, LossFn
+
+
+UNPLANNED = 0.05
+"""Share of a GPU's memory that auto wants free beside what a sync by ipc needs."""
 
 
 # Which parts of a policy with LoRA the next weight sync carries
@@ -113,9 +118,6 @@ class ActorWorker(LogProbWorker):
         self._memory_files: MemoryFiles | None = None
         self._publisher: Publisher | None = None
         self._sender: WeightSender | None = None
-        receivers = len(spec.publish.routes.receivers)
-        if self.rank == 0 and receivers:
-            self._sender = WeightSender(self._spec.address, receivers, self.device)
 
     @register("split", keep_remote=("loss_mask", "rollout_is_weights"), fetch=False)
     def rollout_correction(self, batch: DataProto) -> DataProto:
@@ -222,11 +224,57 @@ class ActorWorker(LogProbWorker):
             self._sender.abort("a rollout engine was started again")
 
     @register("all")
-    def offer_weights(self, version: int, probe_limit: float | None) -> Offer:
+    def open_trial(self, routes: WeightRoutes, engine_share: float) -> tuple[str, str]:
+        """Prepare a trial of the transport ipc: bring the weights to the device, as a sync does.
+
+        Args:
+            routes: by which engines would get their weights.
+            engine_share: of all weights, what an engine allocates on a device in a sync.
+
+        Returns:
+            (the address of this rank's publisher, "" on ranks without one; why the device has too
+            little memory for a sync by ipc, "" if it has enough).
+        """
+        self.engine.onload()
+        if self.rank not in routes.publishers.values():
+            return "", ""
+        self._publisher = Publisher(self.device, TRIAL_S)  # until the next sync is offered
+        return self._publisher.address, self._lack_of_memory(engine_share)
+
+    def _lack_of_memory(self, engine_share: float) -> str:
+        if self.device.type != "cuda":
+            return ""
+        spec = self.spec.publish
+        sizes = self.engine.sizes()
+        sent = getattr(torch, spec.sync_dtype).itemsize
+        bucket = max(spec.sync_bucket_mb << 20, sizes.tensor * sent)
+        # The actor fills two buckets from one that it has gathered and the next layer, and the
+        # engine copies one weight.
+        needed = int(engine_share * sizes.all * self._rollout_dtype.itemsize)
+        needed += 3 * bucket + (sizes.layer + sizes.tensor) * sent
+        free, total = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        needed += int(UNPLANNED * total)
+        if needed <= free:
+            return ""
+        return (
+            f"the GPU of actor rank {self.rank} has {free / 2**30:.1f} GiB free, and ipc needs "
+            f"{needed / 2**30:.1f} GiB"
+        )
+
+    @register("all")
+    def publish_trial(self) -> str:
+        """Publish the trial's tensors. Return why that failed; "" if the engine read them."""
+        publisher, self._publisher = self._publisher, None
+        return publish_trial(publisher) if publisher is not None else ""
+
+    @register("all")
+    def offer_weights(self, version: int, probe_limit: float | None, routes: WeightRoutes) -> Offer:
         """Prepare to publish `version`: bring the weights to the device and hash them. Adapters
         alone are hashed and gathered from where they are.
 
-        probe_limit: largest relative gap of the log-prob probe; None: no probe.
+        probe_limit: largest relative gap of the log-prob probe; None: no probe. routes: by which
+            readers get the weights; those of `collective` are the same in every sync.
         """
         self._sync.start()
         if self._sync.parts != ("adapters",) or probe_limit is not None:
@@ -234,10 +282,13 @@ class ActorWorker(LogProbWorker):
         fingerprint = self._sync.fingerprint(
             lambda part: self.engine.fingerprint(self._rollout_dtype, part)
         )
-        if self.rank in self.spec.publish.routes.publishers.values():
-            self._publisher = Publisher(self.device)
+        publishes = self.rank in routes.publishers.values()
+        self._publisher = Publisher(self.device) if publishes else None
+        if self.rank == 0 and routes.receivers and self._sender is None:
+            self._sender = WeightSender(self._spec.address, len(routes.receivers), self.device)
         return Offer(
             version,
+            routes,
             fingerprint,
             own_fingerprint=self._own_fingerprint(fingerprint),
             rendezvous=self._sender.offer() if self._sender else None,
@@ -287,7 +338,7 @@ class ActorWorker(LogProbWorker):
             parts.append((TRAINED + name, tensor) for name, tensor in trained)
         weights = itertools.chain.from_iterable(parts)
         # Gathering is collective, so ranks without a sink iterate too.
-        bucket_bytes = spec.routes.bucket_bytes(self.device.type, spec.sync_bucket_mb)
+        bucket_bytes = offer.routes.bucket_bytes(self.device.type, spec.sync_bucket_mb)
         try:
             size = publish(weights, sinks, bucket_bytes)
         except BaseException:
@@ -301,14 +352,14 @@ class ActorWorker(LogProbWorker):
     def _sinks(self, offer: Offer) -> list[Sink]:
         """Return what this rank publishes to."""
         sinks: list[Sink] = []
-        if self.rank in self.spec.publish.routes.writers:
+        if self.rank in offer.routes.writers:
             self._memory_files = MemoryFiles()
             sinks.append(self._memory_files)
         if self._publisher is not None:
             sinks.append(self._publisher)
         if self._sender is not None:
             sinks.append(self._sender)
-        if self.rank == 0 and self.spec.publish.routes.uses("files"):
+        if self.rank == 0 and offer.routes.uses("files"):
             folder = Path(self.spec.run_dir, "weights")
             sinks.append(FolderWriter(folder, offer.version, offer.fingerprint))
         return sinks

@@ -28,8 +28,7 @@ class InferenceWorker(LogProbWorker):
         self._not_ready: str | None = "no weight sync has reached it"
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         folder = Path(spec.run_dir, "weights")
-        number = spec.routes.reader("inference", self.rank)
-        self._reader = WeightReader(spec.routes, number, folder, self.device)
+        self._reader = WeightReader("inference", self.rank, folder, self.device)
 
     def check_version(self, batch: DataProto) -> None:
         """Raise WeightSyncError if the weights are not of the version in meta_info."""

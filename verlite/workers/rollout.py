@@ -29,7 +29,8 @@ from verlite.rollout.loop import run_loop
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Load, Sampling, Status, Task, Trajectory
 from verlite.spec.roles import RolloutSpec
-from verlite.weights.ipc import BucketStream
+from verlite.spec.weight_routes import WeightRoutes
+from verlite.weights.ipc import TRIAL_S, BucketStream
 from verlite.weights.transport import Export, Offer
 from verlite.workers.background import Background, Waits
 from verlite.workers.running import Running, as_rows, of_row
@@ -91,7 +92,7 @@ class RolloutWorker(Worker):
             spec.scorer, share=engines_on_node, folder=spec.folder, debug=spec.debug
         )
         folder_of_weights = Path(spec.run_dir, "weights")
-        self._reader = WeightReader(spec.routes, self.rank, folder_of_weights, self.device)
+        self._reader = WeightReader("rollout", self.rank, folder_of_weights, self.device)
         self.scorer.check_signature()  # again: the file may differ on this machine
         self.scorer.check_service()
         self.engine = build_engine(
@@ -452,6 +453,23 @@ class RolloutWorker(Worker):
         self.engine.sleep()
 
     @register("all")
+    def read_trial(self, routes: WeightRoutes, addresses: list[str]) -> str:
+        """Read what the actor publishes in `publish_trial`.
+
+        Args:
+            routes: by which engines would get their weights.
+            addresses: of the actor's ranks.
+
+        Returns:
+            Why this engine cannot read it; "" if it can, or has another transport.
+        """
+        ranks = self._reader.streams(routes)
+        if not ranks:
+            return ""
+        stream = BucketStream(tuple(addresses[rank] for rank in ranks), timeout_s=TRIAL_S)
+        return self.engine.read_trial(stream)
+
+    @register("all")
     def fetch_weights(self, offers: list[Offer]) -> Export:
         """Take weights that have to be taken while the trainer publishes them.
 
@@ -464,9 +482,8 @@ class RolloutWorker(Worker):
         Returns:
             The node's copy, if this engine received it.
         """
-        routes = self.spec.routes
-        if self._reader.transport == "ipc":
-            ranks = [routes.publishers[device] for device in routes.devices[self.rank]]
+        ranks = self._reader.streams(offers[0].routes)
+        if ranks:
             addresses = tuple(offers[rank].stream or "" for rank in ranks)
             self._load(BucketStream(addresses), offers[0])
         return self._reader.receive(offers)
@@ -486,7 +503,7 @@ class RolloutWorker(Worker):
         Returns:
             The probe's metrics; {} without a probe.
         """
-        if self._reader.transport != "ipc":  # fetch_weights has loaded those
+        if not self._reader.streams(offer.routes):  # fetch_weights has loaded those
             self._load(self._reader.published(offer, exports), offer)
         self.engine.wake("kv_cache")
         if offer.probe is None:

@@ -17,28 +17,27 @@ class WeightReader:
     """Gets the weights for one reader: a rollout engine, or a rank of `inference`.
 
     Args:
-        routes: of the run.
-        number: of this reader.
+        role: "rollout" or "inference".
+        rank: in that role.
         folder: where the transport `files` writes.
         device: of this reader's worker.
-
-    Attributes:
-        transport: of this reader.
-        node: of this reader.
     """
 
-    def __init__(
-        self, routes: WeightRoutes, number: int, folder: Path, device: torch.device
-    ) -> None:
-        self.transport = routes.transport[number]
-        self.node = routes.nodes[number]
-        self._folder = folder
-        self._group_rank = 0
+    def __init__(self, role: str, rank: int, folder: Path, device: torch.device) -> None:
+        self._role, self._rank = role, rank
+        self._folder, self._device = folder, device
         self._receiver: WeightReceiver | None = None
         self._received: MemoryFiles | None = None
-        if number in routes.receivers:
-            self._group_rank = 1 + routes.receivers.index(number)
-            self._receiver = WeightReceiver(device)
+
+    def _number(self, routes: WeightRoutes) -> int:
+        return routes.reader(self._role, self._rank)
+
+    def streams(self, routes: WeightRoutes) -> list[int]:
+        """Return the actor rank of each device that this reader streams from; [] without ipc."""
+        number = self._number(routes)
+        if routes.transport[number] != "ipc":
+            return []
+        return [routes.publishers[device] for device in routes.devices[number]]
 
     def receive(self, offers: list[Offer]) -> Export:
         """Receive this node's copy, if this reader does so for its node. Called while the actor
@@ -47,12 +46,15 @@ class WeightReader:
         Args:
             offers: of the actor's ranks.
         """
-        if self._receiver is None:
-            return Export(self.node, (), 0)
-        rendezvous = offers[0].rendezvous
+        routes, rendezvous = offers[0].routes, offers[0].rendezvous
+        number = self._number(routes)
+        if number not in routes.receivers:
+            return Export(routes.nodes[number], (), 0)
+        self._receiver = self._receiver or WeightReceiver(self._device)
         assert rendezvous is not None  # of actor rank 0, which sends
-        self._received = self._receiver.receive(rendezvous, self._group_rank)
-        return Export(self.node, tuple(self._received.paths), 0)
+        group_rank = 1 + routes.receivers.index(number)
+        self._received = self._receiver.receive(rendezvous, group_rank)
+        return Export(routes.nodes[number], tuple(self._received.paths), 0)
 
     def published(self, offer: Offer, exports: list[Export], trained: bool = False) -> BucketFiles:
         """Return the weights of the offer's version.
@@ -62,10 +64,12 @@ class WeightReader:
             exports: of all processes; one has the copy of this node.
             trained: see BucketFiles.
         """
-        if self.transport == "files":
+        number = self._number(offer.routes)
+        if offer.routes.transport[number] == "files":
             found = read_folder(self._folder, offer.version, offer.fingerprint)
             return replace(found, trained=trained)
-        (paths,) = (export.paths for export in exports if export.node == self.node and export.paths)
+        node = offer.routes.nodes[number]
+        (paths,) = (export.paths for export in exports if export.node == node and export.paths)
         return BucketFiles(paths, trained)
 
     def release(self) -> None:

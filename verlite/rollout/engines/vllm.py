@@ -240,6 +240,12 @@ class VLLMCore:
                 files.close()
         self._adapter = adapter
 
+    def read_trial(self, stream: BucketStream) -> str:
+        """Read the trial of the transport ipc in each device's process. Return the first reason why
+        one cannot, or ""."""
+        reasons = self.engine.collective_rpc("verlite_read_trial", args=(stream,))
+        return next(filter(None, reasons), "")
+
     def _load(self, named: Iterable[tuple[str, Tensor]], adapter: LoRARequest | None) -> None:
         number = adapter.lora_int_id if adapter else None
         self.engine.collective_rpc("verlite_load", args=(named, number))

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verlite.weights.fingerprint import combine, settle, sum_of_hashes, tensor_fingerprint
-from verlite.weights.ipc import BucketStream
+from verlite.weights.ipc import BucketStream, read_trial
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
 _PROBED_COLUMNS = 16  # columns of a packed weight that are read back
@@ -78,6 +78,10 @@ class WorkerExtension:
         if first is not None:
             self._load_base(itertools.chain([first], base))
         self._load_adapter(adapters, adapter)
+
+    def verlite_read_trial(self, stream: BucketStream) -> str:
+        """Return why this worker cannot read the trial of the transport ipc; "" if it can."""
+        return read_trial(replace(stream, rank=self.rank))
 
     def _load_adapter(self, tensors: dict[str, Tensor], number: int) -> None:
         """Replace the adapter. vLLM reads one from a folder in peft's format."""

@@ -15,6 +15,7 @@ import functools
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from verlite.control.commands import Fail
@@ -22,6 +23,7 @@ from verlite.control.machine import Machine
 from verlite.controller.failures import KINDS, RankDied, StuckError, WorkerError
 from verlite.controller.worker_group import group, submit
 from verlite.protocol.metrics import Metrics
+from verlite.spec.weight_routes import WeightRoutes
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.log_prob_gap import gap_limit
 from verlite.trainer.run import Run, stage
@@ -72,10 +74,10 @@ def _give_weights(run: Run, version: int) -> Metrics:
     readers: list[RolloutWorker | InferenceWorker] = [run.rollout]
     if run.inference is not None:
         readers.append(run.inference)
-    offers = run.actor.offer_weights(version, _probe_limit(run))
-    if run.plan.weights.is_streaming:
-        engines = group(run.rollout)
-        engines.supervisor.raise_if_worker_died(engines.workers)  # the actor would wait for it
+    routes = run.routes or _choose_routes(run)
+    offers = run.actor.offer_weights(version, _probe_limit(run), routes)
+    if routes.is_streaming:
+        _check_engines(run)
         calls = [submit(run.actor.publish_weights, offers[0])]
         calls += [submit(reader.fetch_weights, offers) for reader in readers]
         exports = [export for call in calls for export in call.result()]
@@ -88,11 +90,50 @@ def _give_weights(run: Run, version: int) -> Metrics:
     if loading is not None:
         loading.result()
     run.actor.release_weights()
-    if run.plan.weights.receivers:
+    if routes.receivers:
         for reader in readers:
             reader.release_weights()
     metrics = {name: max(probe[name] for probe in probes) for name in probes[0]}
     return metrics | {"perf/weight_sync_bytes": float(max(export.bytes for export in exports))}
+
+
+def _check_engines(run: Run) -> None:
+    """Raise RankDied if an engine died: the actor would wait for it."""
+    engines = group(run.rollout)
+    engines.supervisor.raise_if_worker_died(engines.workers)
+
+
+def _choose_routes(run: Run) -> WeightRoutes:
+    """Return the plan's routes. If they are on trial, each engine that would share memory with the
+    actor reads a few tensors that way first; if one cannot, return their fallback."""
+    run.routes = routes = run.plan.weights
+    if routes.fallback is None:
+        return routes
+    result = "failed: a worker died"
+    run.routes = routes.fallback
+    try:
+        reason = _failed_trial(run, routes)
+        result = f"failed: {reason}" if reason else "succeeded"
+        if not reason:
+            run.routes = replace(routes, fallback=None)
+    finally:
+        run.display.info(f"weight sync: {run.routes}. The trial of ipc {result}")
+    return run.routes
+
+
+def _failed_trial(run: Run, routes: WeightRoutes) -> str:
+    """Return why engines cannot get their weights by ipc; "" if all can."""
+    rollout = run.config.actor_rollout_ref.rollout
+    share = 1 / run.plan.tensor_parallel if rollout.free_cache_engine else 0.0
+    opened = run.actor.open_trial(routes, share)
+    _check_engines(run)
+    reasons = [lack for _, lack in opened]
+    if not any(reasons):
+        addresses = [address for address, _ in opened]
+        calls = [submit(run.rollout.read_trial, routes, addresses)]
+        calls += [submit(run.actor.publish_trial)]
+        reasons = [reason for call in calls for reason in call.result()]
+    return next(filter(None, reasons), "")
 
 
 def call_engines(
