@@ -238,7 +238,7 @@ def test_engines_try_ipc_before_the_first_sync_alone(fails, monkeypatch):
         return Answer(method(*arguments))
 
     monkeypatch.setattr(weights, "submit", submitted)
-    engines = SimpleNamespace(supervisor=Calls(book, "supervisor"))
+    engines = SimpleNamespace(supervisor=Calls(book, "supervisor"), workers=["of the engines"])
     monkeypatch.setattr(weights, "group", lambda _: engines)
     monkeypatch.setattr(weights, "restart_engines", lambda *_: book.append("restart"))
     run.config.actor_rollout_ref.rollout.weight_probe = "never"
@@ -246,7 +246,7 @@ def test_engines_try_ipc_before_the_first_sync_alone(fails, monkeypatch):
     expected = replace(TRIED, fallback=None) if not fails else TRIED.fallback
     trial = [
         ("actor", "open_trial", TRIED, 0.5),
-        ("supervisor", "raise_if_worker_died"),
+        ("supervisor", "raise_if_worker_died", engines.workers),
         ("rollout", "read_trial", TRIED, ["a", "b"]),
         ("actor", "publish_trial"),
     ]
