@@ -6,6 +6,7 @@ import functools
 import importlib
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,7 @@ from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Completion, EngineError, EngineOptions, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint
+from verlite.weights.ipc import BucketStream, Publisher, publish_trial, read_trial
 from verlite.weights.probe import Probe, probe_ids, probe_limit
 
 pytest.importorskip("vllm", reason="vLLM is an optional dependency")
@@ -355,6 +357,18 @@ def test_sync_without_effect_is_detected(synced, model, size, monkeypatch):
     assert synced.version == version
     with pytest.raises(EngineError, match="not the trainer's"):
         ask(synced, [[5]], LONG)
+
+
+def test_the_trial_of_ipc_is_read_in_vllms_worker(synced, monkeypatch):
+    """An error there is the reason why it failed."""
+    read, publisher = [], Publisher(torch.device("cpu"), timeout_s=60)
+    monkeypatch.setattr(f"{WORKER}.read_trial", lambda stream: read.append(1) or read_trial(stream))
+    with ThreadPoolExecutor(1) as pool:
+        published = pool.submit(publish_trial, publisher)
+        assert synced.read_trial(BucketStream((publisher.address,), timeout_s=60)) == ""
+        assert published.result(60) == "" and read == [1]
+    monkeypatch.setattr(f"{WORKER}.read_trial", lambda stream: 1 / 0)
+    assert synced.read_trial(BucketStream(("",))) == "ZeroDivisionError: division by zero"
 
 
 def test_one_stale_layer_is_detected(synced, model):

@@ -19,6 +19,7 @@ from verlite.trainer.errors import exit_code
 from verlite.trainer.run import StepState
 from verlite.trainer.stages import weights
 from verlite.trainer.stages.weights import call_engines, sync_weights
+from verlite.weights.transport import Offer
 
 
 class Calls(list):
@@ -37,7 +38,8 @@ class Calls(list):
         return call
 
 
-OFFERS = [SimpleNamespace(version=4)]
+BY_MEMORY = weight_routes([0], [0], 1, 1, "cuda", "shared_memory")
+OFFERS = [Offer(4, BY_MEMORY, fingerprint=7)]
 EXPORTED = [SimpleNamespace(bytes=7), SimpleNamespace(bytes=0)]
 PROBES = [
     {"perf/weight_probe_gap": 1e-6, "perf/weight_probe_seconds": 0.1},
@@ -49,7 +51,6 @@ ANSWERS = {
     "fetch_weights": [],
     "load_weights": PROBES,
 }
-BY_MEMORY = weight_routes([0], [0], 1, 1, "cuda", "shared_memory")
 IN_ORDER = [
     ("actor", "offer_weights", 4, pytest.approx(0.005), BY_MEMORY),
     ("actor", "publish_weights", OFFERS[0]),
@@ -98,8 +99,9 @@ def test_inference_loads_with_the_engines_and_its_failure_keeps_the_version(fail
     looks = ("supervisor", "raise_if_worker_died", engines.workers)
     monkeypatch.setattr(weights, "group", lambda _: engines)
     sync_weights(run)
-    sends, receives = ("actor", "publish_weights", OFFERS[0]), ("rollout", "fetch_weights", OFFERS)
-    assert book[1:5] == [looks, sends, receives, ("inference", "fetch_weights", OFFERS)]
+    offers = [replace(OFFERS[0], routes=run.routes)]
+    sends, receives = ("actor", "publish_weights", offers[0]), ("rollout", "fetch_weights", offers)
+    assert book[1:5] == [looks, sends, receives, ("inference", "fetch_weights", offers)]
     assert [call[:2] for call in book[-3:]] == [
         (role, "release_weights") for role in ("actor", "rollout", "inference")
     ]
@@ -218,50 +220,56 @@ class Engines:
 TRIED = weight_routes([0, 1], [0, 1], 1, 2, "cuda", "auto")
 
 
-@pytest.mark.parametrize("fails", ["", "open_trial", "read_trial", "publish_trial", "death"])
+@pytest.mark.parametrize("fails", ["", "read_trial", "publish_trial", "death", "memory"])
 def test_engines_try_ipc_before_the_first_sync_alone(fails, monkeypatch):
-    """Wherever it fails, all weights go by shared memory, and the console says why, once."""
+    """Wherever it fails, all weights go by shared memory, and the console says why, once. A later
+    sync may still lack memory."""
     book, run = synced()
-    run.plan.weights, run.plan.tensor_parallel = TRIED, 2
-    reason = "" if fails in ("", "death") else "why"
-    lacks = [("a", ""), ("b", reason if fails == "open_trial" else "")]
+    run.plan.weights = TRIED
     answers = {
-        "open_trial": lacks,
-        "read_trial": ["", reason if fails == "read_trial" else ""],
-        "publish_trial": [reason if fails == "publish_trial" else "", ""],
+        "open_trial": ["a", "b"],
+        "read_trial": ["", "why" if fails == "read_trial" else ""],
+        "publish_trial": ["why" if fails == "publish_trial" else "", ""],
+        "offer_weights": [OFFERS[0], replace(OFFERS[0], lack="why" if fails == "memory" else "")],
     }
     monkeypatch.setitem(globals(), "ANSWERS", ANSWERS | answers)
 
-    def submitted(method, *arguments):
-        if fails == "death":
-            raise died()
-        return Answer(method(*arguments))
+    class Answers(Answer):
+        def result(self):
+            if fails == "death" and self.value == answers["read_trial"]:
+                raise died()
+            return self.value
 
-    monkeypatch.setattr(weights, "submit", submitted)
+    monkeypatch.setattr(weights, "submit", lambda method, *given: Answers(method(*given)))
     engines = SimpleNamespace(supervisor=Calls(book, "supervisor"), workers=["of the engines"])
     monkeypatch.setattr(weights, "group", lambda _: engines)
     monkeypatch.setattr(weights, "restart_engines", lambda *_: book.append("restart"))
     run.config.actor_rollout_ref.rollout.weight_probe = "never"
     sync_weights(run)
-    expected = replace(TRIED, fallback=None) if not fails else TRIED.fallback
     trial = [
-        ("actor", "open_trial", TRIED, 0.5),
-        ("supervisor", "raise_if_worker_died", engines.workers),
+        ("actor", "open_trial", TRIED),
         ("rollout", "read_trial", TRIED, ["a", "b"]),
         ("actor", "publish_trial"),
     ]
-    if fails in ("open_trial", "death"):
-        trial = trial[:2]
     if fails == "death":
         trial.append("restart")
-    assert book[: len(trial) + 1] == [*trial, ("actor", "offer_weights", 4, None, expected)]
-    result = {"": "succeeded", "death": "failed: a worker died"}.get(fails, "failed: why")
-    assert list(run.display) == [f"weight sync: {expected}. The trial of ipc {result}"]
+    first = TRIED if fails in ("", "memory") else TRIED.fallback
+    assert book[: len(trial) + 1] == [*trial, ("actor", "offer_weights", 4, None, first)]
+    last = TRIED if not fails else TRIED.fallback
+    fetches = [call for call in book if call[1] == "fetch_weights"]
+    assert [call[2] for call in fetches] == (
+        [[replace(OFFERS[0], routes=TRIED)] * 2] if not fails else []
+    )
+    result = {"death": "ended with the death of a worker", "": "succeeded", "memory": "succeeded"}
+    said = f"{replace(first, fallback=None)}. The trial of ipc {result.get(fails, 'failed: why')}"
+    expected = [f"weight sync: {said}"]
+    if fails == "memory":
+        expected.append(f"weight sync: {TRIED.fallback}. why")
+    assert list(run.display) == expected
     book.clear()
-    if not fails:
-        sync_weights(run)
-        assert book[0] == ("actor", "offer_weights", 5, None, expected)
-        assert len(run.display) == 1
+    sync_weights(run)
+    assert book[0] == ("actor", "offer_weights", 5, None, last)
+    assert list(run.display) == expected
 
 
 class Awake(Calls):

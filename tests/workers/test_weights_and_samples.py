@@ -92,6 +92,7 @@ def publishing(routes):
         rollout_dtype=routes.rollout_dtype,
         sync_dtype=routes.sync_dtype,
         sync_bucket_mb=1,
+        engine_share=1.0,
         syncs_adapters=routes.syncs_adapters,
         has_inference="inference" in routes.roles,
         nodes=tuple(device // routes.devices_per_node for device in routes.placement["actor"]),
@@ -237,9 +238,7 @@ def test_engines_beside_the_actor_read_its_trial(how, monkeypatch, tmp_path):
         )
     for engine in engines:
         engine.engine.read_trial = read_trial
-    opened = [actor.open_trial(routes, 1.0) for actor in trainer]
-    assert [lack for _, lack in opened] == ["", ""]
-    addresses = [address for address, _ in opened]
+    addresses = [actor.open_trial(routes) for actor in trainer]
     assert [bool(address) for address in addresses] == [False, True]
     with ThreadPoolExecutor(8) as pool:
         publishing = [pool.submit(actor.publish_trial) for actor in trainer]
@@ -248,28 +247,45 @@ def test_engines_beside_the_actor_read_its_trial(how, monkeypatch, tmp_path):
         found = [future.result(30) for future in reading]
     reason = "the engine read other values than the actor had written"
     assert found == [reason if how else "", ""]
-    trainer[1].open_trial(routes, 1.0)
+    trainer[1].open_trial(routes)
     assert trainer[1].offer_weights(1, None, routes.fallback).stream is None
     assert trainer[1]._publisher is None
 
 
-def test_ipc_wants_memory_for_the_engine_and_the_buckets(monkeypatch):
-    """A model of 2**30 weights in bfloat16, with layers of 2**26 and an embedding of 2**27, and
-    buckets of 1 MiB: two buckets and a gathered one of the embedding's size, a layer and a weight.
-    An engine of two GPUs takes half of the weights, one that is awake none. 5% stay free."""
+@pytest.mark.parametrize("bucket_mb", [1, 512, 4096])
+def test_ipc_wants_memory_for_the_engine_and_the_buckets(bucket_mb, monkeypatch):
+    """A model of 2**30 weights in bfloat16, with layers of 2**26 and an embedding of 2**27: three
+    buckets of at least the embedding's size and at most the model's, and two layers. An engine of
+    two GPUs takes half of the weights, one that is awake none. 5% stay free."""
     (actor,) = actors(plan([0], [0]), config())
     actor.device = torch.device("cuda")
     actor.engine.sizes = lambda: Sizes(2**30, 2**26, 2**27)
-    buffers = 3 * 2**28 + 2**27 + 2**28
+    buffers = 3 * {1: 2**28, 512: 2**29, 4096: 2**31}[bucket_mb] + 2 * 2**27
     free, total = [0], 80 * 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2**20 - 512)
     for share, engine in ((1.0, 2**31), (0.5, 2**30), (0.0, 0)):
+        spec = replace(actor.spec.publish, sync_bucket_mb=bucket_mb, engine_share=share)
+        actor.spec = SimpleNamespace(**vars(config()), publish=spec)
         free[0] = buffers + engine + 4 * 2**30 - 512
-        assert actor._lack_of_memory(share) == ""
+        assert actor._lack_of_memory() == ""
         free[0] -= 1
-        assert actor._lack_of_memory(share).startswith("the GPU of actor rank 0 has ")
+        assert actor._lack_of_memory().startswith("The GPU of actor rank 0 has ")
+
+
+def test_a_lack_of_memory_counts_only_where_there_is_a_fallback(monkeypatch):
+    (actor,) = actors(plan([0], [0]), config())
+    actor._lack_of_memory = lambda: "why"
+    tried = weight_routes([0], [0], 1, 2, "cuda", "auto")
+    asked = replace(tried, fallback=None)
+    for routes, lack, streams in (
+        (tried, "why", False),
+        (asked, "", True),
+        (tried.fallback, "", False),
+    ):
+        offer = actor.offer_weights(1, None, routes)
+        assert (offer.lack, offer.stream is not None) == (lack, streams)
 
 
 @pytest.mark.parametrize("place", PLACES)

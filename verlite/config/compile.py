@@ -44,7 +44,7 @@ def role_spec(role: str, config: Config, plan: Plan, total_steps: int) -> Any:
 
 
 def actor_spec(config: Config, plan: Plan, total_steps: int) -> roles.ActorSpec:
-    actor = config.actor_rollout_ref.actor
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     return roles.ActorSpec(
         **_training(config, plan, total_steps, "actor"),
         log_probs=_log_probs(config, plan),
@@ -58,7 +58,8 @@ def actor_spec(config: Config, plan: Plan, total_steps: int) -> roles.ActorSpec:
             train_dtype=plan.train_dtype,
             rollout_dtype=plan.rollout_dtype,
             sync_dtype=plan.sync_dtype,
-            sync_bucket_mb=config.actor_rollout_ref.rollout.sync_bucket_mb,
+            sync_bucket_mb=rollout.sync_bucket_mb,
+            engine_share=1 / plan.tensor_parallel if rollout.free_cache_engine else 0.0,
             syncs_adapters=plan.syncs_adapters,
             has_inference="inference" in plan.roles,
             nodes=tuple(device // plan.devices_per_node for device in plan.placement["actor"]),

@@ -489,7 +489,9 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
         weight_transport(config),
         placement.get("inference", ()),
     )
-    if config.trainer.mode != "sync":  # running engines leave less room than a trial would find
+    # Running engines leave less room than a trial would find. An engine of the user's may not read
+    # weights on a GPU.
+    if config.trainer.mode != "sync" or name not in catalog.ENGINES:
         weights = weights.fallback or weights
     return {
         "rollout_name": name,

@@ -33,7 +33,7 @@ from verlite.rollout.types import (
 )
 from verlite.spec.catalog import ENGINES, resolve
 from verlite.spec.roles import GenerationSpec, ModelSpec
-from verlite.weights.ipc import BucketStream, read_trial
+from verlite.weights.ipc import BucketStream, error_line, read_trial
 from verlite.weights.probe import Gap, Probe, gap
 
 Waiter = asyncio.Future[Completion]
@@ -418,7 +418,10 @@ class BatchedEngine:
             Why that cannot be done; "" if it can.
         """
         # Only a core that reads weights in other processes has a method for it.
-        return str(self._call(lambda core: getattr(core, "read_trial", read_trial)(stream)))
+        try:
+            return str(self._call(lambda core: getattr(core, "read_trial", read_trial)(stream)))
+        except Exception as error:  # of the engine's processes: the run goes on without ipc
+            return error_line(error)
 
     def sleep(self) -> None:
         """Free device memory; see `Engine.sleep`. Raises RuntimeError while requests run."""

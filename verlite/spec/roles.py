@@ -273,6 +273,8 @@ class PublishSpec:
     sync_dtype: str
     """Dtype in which the weights are sent."""
     sync_bucket_mb: int
+    engine_share: float
+    """Of all weights, what an engine allocates on a device in a sync."""
     syncs_adapters: bool
     """Engines get the adapters separately from the base model."""
     has_inference: bool

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from verlite import progress
+from verlite.files import one_line
 from verlite.weights import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 from verlite.weights.buckets import TRAINED, Bucket, fill, header_of, views
 
-TRIAL_S = 60.0
+TRIAL_S = 30.0
 """How long the sides of a trial wait for each other."""
 _TRIAL_TENSORS = 3  # the first buffer is used again
 _TRIAL_SIZE = 1 << 14  # float32: the memory of a failed trial may stay until the process ends
@@ -274,8 +275,8 @@ def publish_trial(publisher: Publisher) -> str:
             publisher.add([(name, tensor.to(publisher.device))])
         publisher.finish()
     except Exception as error:  # of an allocator or a driver: the run goes on without ipc
-        publisher.abort(_first_line(error))
-        return _first_line(error)
+        publisher.abort(error_line(error))
+        return error_line(error)
     finally:
         publisher.close()
     return ""
@@ -290,18 +291,19 @@ def read_trial(stream: BucketStream) -> str:
     try:
         found = {name: tensor.cpu() for name, tensor in stream}
     except Exception as error:
-        return _first_line(error)
+        return error_line(error)
     same = [name in found and torch.equal(found[name], tensor) for name, tensor in _trial()]
     return "" if all(same) else "the engine read other values than the actor had written"
+
+
+def error_line(error: Exception) -> str:
+    """Return an error as one line."""
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _trial() -> Bucket:
     values = torch.arange(_TRIAL_TENSORS * _TRIAL_SIZE, dtype=torch.float32)
     return [(f"trial {i}", part) for i, part in enumerate(values.split(_TRIAL_SIZE))]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _connect(peer: socket.socket, address: str) -> None:

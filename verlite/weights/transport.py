@@ -61,6 +61,7 @@ class Offer:
         rendezvous: of the transport `collective`, on rank 0.
         stream: address of the rank's ipc publisher, on ranks that share a device with an
             engine.
+        lack: why the rank's device has too little memory for ipc, if `routes` has a fallback.
         probe: the log-prob probe of these weights, if engines are to check it.
     """
 
@@ -70,6 +71,7 @@ class Offer:
     own_fingerprint: int | None = None
     rendezvous: Rendezvous | None = None
     stream: str | None = None
+    lack: str = ""
     probe: Probe | None = None
 
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from verlite.engine.export import Part
     from verlite.engine.fsdp import Counts, LossFn
 
-
 UNPLANNED = 0.05
 """Share of a GPU's memory that auto wants free beside what a sync by ipc needs."""
 
@@ -224,43 +223,16 @@ class ActorWorker(LogProbWorker):
             self._sender.abort("a rollout engine was started again")
 
     @register("all")
-    def open_trial(self, routes: WeightRoutes, engine_share: float) -> tuple[str, str]:
-        """Prepare a trial of the transport ipc: bring the weights to the device, as a sync does.
+    def open_trial(self, routes: WeightRoutes) -> str:
+        """Return the address from which an engine reads this rank's trial of the transport ipc; ""
+        if none does.
 
-        Args:
-            routes: by which engines would get their weights.
-            engine_share: of all weights, what an engine allocates on a device in a sync.
-
-        Returns:
-            (the address of this rank's publisher, "" on ranks without one; why the device has too
-            little memory for a sync by ipc, "" if it has enough).
+        routes: by which engines would get their weights.
         """
-        self.engine.onload()
         if self.rank not in routes.publishers.values():
-            return "", ""
-        self._publisher = Publisher(self.device, TRIAL_S)  # until the next sync is offered
-        return self._publisher.address, self._lack_of_memory(engine_share)
-
-    def _lack_of_memory(self, engine_share: float) -> str:
-        if self.device.type != "cuda":
             return ""
-        spec = self.spec.publish
-        sizes = self.engine.sizes()
-        sent = getattr(torch, spec.sync_dtype).itemsize
-        bucket = max(spec.sync_bucket_mb << 20, sizes.tensor * sent)
-        # The actor fills two buckets from one that it has gathered and the next layer, and the
-        # engine copies one weight.
-        needed = int(engine_share * sizes.all * self._rollout_dtype.itemsize)
-        needed += 3 * bucket + (sizes.layer + sizes.tensor) * sent
-        free, total = torch.cuda.mem_get_info(self.device)
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        needed += int(UNPLANNED * total)
-        if needed <= free:
-            return ""
-        return (
-            f"the GPU of actor rank {self.rank} has {free / 2**30:.1f} GiB free, and ipc needs "
-            f"{needed / 2**30:.1f} GiB"
-        )
+        self._publisher = Publisher(self.device, TRIAL_S)
+        return self._publisher.address
 
     @register("all")
     def publish_trial(self) -> str:
@@ -273,8 +245,10 @@ class ActorWorker(LogProbWorker):
         """Prepare to publish `version`: bring the weights to the device and hash them. Adapters
         alone are hashed and gathered from where they are.
 
-        probe_limit: largest relative gap of the log-prob probe; None: no probe. routes: by which
-            readers get the weights; those of `collective` are the same in every sync.
+        Args:
+            version: of the weights.
+            probe_limit: largest relative gap of the log-prob probe; None: no probe.
+            routes: by which readers get the weights. A fallback has the same receivers.
         """
         self._sync.start()
         if self._sync.parts != ("adapters",) or probe_limit is not None:
@@ -283,19 +257,42 @@ class ActorWorker(LogProbWorker):
             lambda part: self.engine.fingerprint(self._rollout_dtype, part)
         )
         publishes = self.rank in routes.publishers.values()
-        self._publisher = Publisher(self.device) if publishes else None
+        lack = self._lack_of_memory() if publishes and routes.fallback is not None else ""
+        self._publisher = Publisher(self.device) if publishes and not lack else None
         if self.rank == 0 and routes.receivers and self._sender is None:
             self._sender = WeightSender(self._spec.address, len(routes.receivers), self.device)
         return Offer(
             version,
             routes,
             fingerprint,
+            lack=lack,
             own_fingerprint=self._own_fingerprint(fingerprint),
             rendezvous=self._sender.offer() if self._sender else None,
             stream=self._publisher.address if self._publisher else None,
             probe=None
             if probe_limit is None
             else self.engine.probe(probe_limit, self.spec.publish.max_model_len),
+        )
+
+    def _lack_of_memory(self) -> str:
+        """Return why the device has too little memory for a sync by ipc; "" if it has enough."""
+        if self.device.type != "cuda":
+            return ""
+        spec = self.spec.publish
+        sizes, sent = self.engine.sizes(), getattr(torch, spec.sync_dtype).itemsize
+        bucket = max(spec.sync_bucket_mb << 20, sizes.tensor * sent)
+        # The actor fills two buckets from one that it has gathered and the next layer; the engine
+        # may copy a layer before it loads it.
+        needed = int(spec.engine_share * sizes.all * self._rollout_dtype.itemsize)
+        needed += 3 * min(bucket, sizes.all * sent) + 2 * sizes.layer * sent
+        free, total = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        needed += int(UNPLANNED * total)
+        if needed <= free:
+            return ""
+        return (
+            f"The GPU of actor rank {self.rank} has {free / 2**30:.1f} GiB free, and ipc needs "
+            f"{needed / 2**30:.1f} GiB"
         )
 
     def _own_fingerprint(self, engines: int) -> int | None:
@@ -355,7 +352,7 @@ class ActorWorker(LogProbWorker):
         if self.rank in offer.routes.writers:
             self._memory_files = MemoryFiles()
             sinks.append(self._memory_files)
-        if self._publisher is not None:
+        if self._publisher is not None and self.rank in offer.routes.publishers.values():
             sinks.append(self._publisher)
         if self._sender is not None:
             sinks.append(self._sender)

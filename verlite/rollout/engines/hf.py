@@ -224,7 +224,7 @@ class HFCore:
                 missing.pop(targets[name].data_ptr(), None)
                 loaded[name] = targets[name]
             else:
-                renamed[name] = tensor.clone()
+                renamed[name] = tensor.clone().cpu()  # a device has no room for a second model
         if renamed:
             for name, tensor in self._convert(loaded | renamed).items():
                 _copy(name, tensor, targets[name])

@@ -76,8 +76,14 @@ def _give_weights(run: Run, version: int) -> Metrics:
         readers.append(run.inference)
     routes = run.routes or _choose_routes(run)
     offers = run.actor.offer_weights(version, _probe_limit(run), routes)
+    lack = next(filter(None, (offer.lack for offer in offers)), "")
+    if lack and routes.fallback is not None:
+        run.routes = routes = routes.fallback
+        _tell_routes(run, lack)
+    offers = [replace(offer, routes=routes) for offer in offers]  # one object: calls are smaller
     if routes.is_streaming:
-        _check_engines(run)
+        engines = group(run.rollout)
+        engines.supervisor.raise_if_worker_died(engines.workers)  # the actor would wait for it
         calls = [submit(run.actor.publish_weights, offers[0])]
         calls += [submit(reader.fetch_weights, offers) for reader in readers]
         exports = [export for call in calls for export in call.result()]
@@ -97,43 +103,29 @@ def _give_weights(run: Run, version: int) -> Metrics:
     return metrics | {"perf/weight_sync_bytes": float(max(export.bytes for export in exports))}
 
 
-def _check_engines(run: Run) -> None:
-    """Raise RankDied if an engine died: the actor would wait for it."""
-    engines = group(run.rollout)
-    engines.supervisor.raise_if_worker_died(engines.workers)
-
-
 def _choose_routes(run: Run) -> WeightRoutes:
     """Return the plan's routes. If they are on trial, each engine that would share memory with the
     actor reads a few tensors that way first; if one cannot, return their fallback."""
-    run.routes = routes = run.plan.weights
+    routes = run.plan.weights
+    run.routes = routes.fallback or routes
     if routes.fallback is None:
         return routes
-    result = "failed: a worker died"
-    run.routes = routes.fallback
     try:
-        reason = _failed_trial(run, routes)
-        result = f"failed: {reason}" if reason else "succeeded"
-        if not reason:
-            run.routes = replace(routes, fallback=None)
-    finally:
-        run.display.info(f"weight sync: {run.routes}. The trial of ipc {result}")
+        calls = [submit(run.rollout.read_trial, routes, run.actor.open_trial(routes))]
+        calls += [submit(run.actor.publish_trial)]
+        reason = next(filter(None, (reason for call in calls for reason in call.result())), "")
+    except RankDied:
+        _tell_routes(run, "The trial of ipc ended with the death of a worker")
+        raise
+    if not reason:
+        run.routes = routes
+    _tell_routes(run, f"The trial of ipc {f'failed: {reason}' if reason else 'succeeded'}")
     return run.routes
 
 
-def _failed_trial(run: Run, routes: WeightRoutes) -> str:
-    """Return why engines cannot get their weights by ipc; "" if all can."""
-    rollout = run.config.actor_rollout_ref.rollout
-    share = 1 / run.plan.tensor_parallel if rollout.free_cache_engine else 0.0
-    opened = run.actor.open_trial(routes, share)
-    _check_engines(run)
-    reasons = [lack for _, lack in opened]
-    if not any(reasons):
-        addresses = [address for address, _ in opened]
-        calls = [submit(run.rollout.read_trial, routes, addresses)]
-        calls += [submit(run.actor.publish_trial)]
-        reasons = [reason for call in calls for reason in call.result()]
-    return next(filter(None, reasons), "")
+def _tell_routes(run: Run, why: str) -> None:
+    assert run.routes is not None
+    run.display.info(f"weight sync: {replace(run.routes, fallback=None)}. {why}")
 
 
 def call_engines(
