@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ class Call(NamedTuple):
     before, peak, after: bytes of the worker's tensors.
     held: the most that all processes held of the device meanwhile, cached segments included.
     others: what other processes held of it when the call began, and when it ended.
+    began, ended: by the machine's clock.
     """
 
     role: str
@@ -34,6 +36,12 @@ class Call(NamedTuple):
     after: int
     held: int
     others: list[int]
+    began: float
+    ended: float
+
+    def meets(self, other: "Call") -> bool:
+        """Whether both ran at one time."""
+        return self.began < other.ended and other.began < self.ended
 
 
 def record(actor: Any) -> None:
@@ -62,7 +70,7 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
             return gpu.held(device) - gpu.used(device)
 
         gpu.peak(device)
-        before, at_first = 0, others()
+        before, at_first, began = 0, others(), time.monotonic()
         if cuda.is_initialized():
             before = cuda.memory_allocated()
             reset()
@@ -74,7 +82,8 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
             method = name if isinstance(name, str) else "build"
             sizes = before, max(*seen, cuda.max_memory_allocated(), 0), cuda.memory_allocated()
             now = gpu.peak(device), [at_first, others()]
-            row = Call(self.spec.role, self.spec.rank, method, device, *sizes, *now)
+            times = began, time.monotonic()
+            row = Call(self.spec.role, self.spec.rank, method, device, *sizes, *now, *times)
             with open(os.environ["DRY_PHASES"], "a", encoding="utf-8") as log:
                 log.write(json.dumps(row) + "\n")
 
@@ -163,7 +172,7 @@ PAGES = 64 << 20
 three streams (FSDP gathers and reduces on its own)."""
 
 CALLS = {
-    "build": ("build",),
+    "build": ("actor.build", "critic.build", "ref.build"),
     "generation": ("rollout.generate", "rollout.generate sleep_after"),
     "old log-probs": ("actor.log_probs",),
     "reference log-probs": ("ref.log_probs",),
@@ -187,15 +196,15 @@ class Count(NamedTuple):
 
 
 def counted(calls: list[Call], phase: str, device: int) -> Count:
-    """Return the fullest moment of a phase: the peak of a call, or of two that meet, and what the
-    other roles had left before."""
+    """Return the fullest moment of a phase: the peaks of a call and of all that it meets, and what
+    the other roles had left before."""
+    calls = [call for call in calls if call.device == device]
+    called = [call for call in calls if f"{call.role}.{call.method}" in CALLS[phase]]
     rest: dict[str, int] = {}
-    most, held, meeting = 0, 0, {}
-    for call in (call for call in calls if call.device == device):
-        name = call.method if call.role != "rollout" and call.method == "build" else ""
-        if (name or f"{call.role}.{call.method}") in CALLS[phase]:
-            meeting = {**meeting, call.role: call.peak} if phase == "sync: stream" else {}
-            now = rest | meeting | {call.role: call.peak}
+    most = held = 0
+    for call in calls:
+        if call in called:
+            now = rest | {other.role: other.peak for other in called if other.meets(call)}
             most, held = max(most, sum(now.values())), max(held, call.held)
         rest[call.role] = call.after
     return Count(most, held)
