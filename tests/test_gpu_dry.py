@@ -55,22 +55,32 @@ def test_the_page_has_the_plan_of_today_beside_the_memory_that_was_counted(
         assert not phases.problem(phase, shown, phases.Count(tensors, held), 3)
 
 
-def test_a_phase_is_its_fullest_call_and_what_the_others_had_left() -> None:
-    def call(role: str, method: str, peak: int, after: int, device: int = 0) -> phases.Call:
-        return phases.Call(role, 0, method, device, 0, peak, after, 9 * peak, [0, 0])
+def test_a_phase_is_its_fullest_moment_and_what_the_others_had_left() -> None:
+    """The builds of actor and critic meet, also if the critic's ends first."""
 
-    calls = [
-        call("actor", "build", 7, 5),
-        call("rollout", "build", 90, 0),
-        call("actor", "publish_weights", 8, 5),
-        call("rollout", "fetch_weights", 6, 4),
-        call("actor", "publish_weights", 9, 5, device=1),
-        call("rollout", "generate", 10, 0),
-        call("actor", "log_probs", 20, 5),
+    def call(
+        role: str, method: str, peak: int, after: int, began: int, ended: int, device: int = 0
+    ) -> phases.Call:
+        sizes = 0, peak, after, 9 * peak
+        return phases.Call(role, 0, method, device, *sizes, [0, 0], began, ended)
+
+    first = [
+        call("actor", "build", 7, 5, 0, 10),
+        call("critic", "build", 3, 1, 5, 12),
+        call("ref", "build", 4, 0, 12, 14),
     ]
-    expected = {"build": (7, 63), "sync: stream": (14, 72), "generation": (15, 90),
-                "old log-probs": (20, 180), "values": (0, 0)}  # fmt: skip
-    assert {name: tuple(phases.counted(calls, name, 0)) for name in expected} == expected
+    later = [
+        call("rollout", "build", 90, 0, 20, 30),
+        call("actor", "publish_weights", 8, 5, 40, 48),
+        call("rollout", "fetch_weights", 6, 4, 42, 50),
+        call("actor", "publish_weights", 9, 5, 40, 50, device=1),
+        call("rollout", "generate", 10, 0, 60, 70),
+        call("actor", "log_probs", 20, 5, 80, 90),
+    ]
+    expected = {"build": (10, 63), "sync: stream": (15, 72), "generation": (16, 90),
+                "old log-probs": (21, 180), "values": (0, 0)}  # fmt: skip
+    for calls in ([*first, *later], [first[1]._replace(ended=9), first[0], first[2], *later]):
+        assert {name: tuple(phases.counted(calls, name, 0)) for name in expected} == expected
     count = phases.Count(1000, 1000)
     assert not phases.problem("actor update", 1009, count, 1)
     for wrong in (

@@ -57,8 +57,8 @@ def printed(name: str) -> str:
             cwd=folder, env=os.environ | AS_TERMINAL | {"PYTHONPATH": str(ROOT)},
             capture_output=True, text=True,
         )  # fmt: skip
-        if not done.stdout:
-            raise SystemExit(done.stderr)
+        if done.returncode or "cannot be shown" in done.stdout:
+            raise SystemExit(f"{name}: {done.stdout}{done.stderr}")
         plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
         return re.sub(r"[ \t]+\n", "\n", plain).replace(f"{folder}/", "")
 
