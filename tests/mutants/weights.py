@@ -1,7 +1,7 @@
 """Mutants of verlite.weights: a sync that loses or mixes up weights."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, does_nothing, result
+from tests.mutants.patches import argument, calls, constant, does_nothing, result, returns
 
 FINGERPRINT = "tests/weights/test_fingerprint.py"
 PROBE = "tests/engine/test_probe.py"
@@ -85,6 +85,18 @@ MUTANTS = [
         "verlite.weights.ipc:Publisher._wait",
         calls(_never_waits_for_the_engine),
         (IPC,),
+    ),
+    Mutant(
+        "a trial of ipc compares nothing",
+        "verlite.weights.ipc:read_trial",
+        calls(lambda original, stream: "" if list(stream) else "nothing"),
+        (IPC,),
+    ),
+    Mutant(
+        "ipc is taken without memory for it",
+        "verlite.workers.actor:ActorWorker._lack_of_memory",
+        returns(""),
+        (SYNC,),
     ),
     Mutant(
         "a reader takes the version before",
