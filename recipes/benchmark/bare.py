@@ -89,6 +89,13 @@ def prepare() -> None:
     for package in found:
         if package.needed_for:
             print(f"{package.name} is not installed: {package.needed_for} is left out", flush=True)
+    # Where Triton looks.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        print(
+            "no C compiler (cc): Triton cannot build kernels, so that the output head is slower "
+            "(head_fused is false) and compiled layers fail. Install gcc or clang, or set CC",
+            flush=True,
+        )
     needed = [package for package in found if not package.needed_for]
     if needed:
         raise SystemExit(_explanation(needed))

@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +43,14 @@ from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Trajectory, WeightSyncError
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec, OptimSpec
 from verlite.weights.fingerprint import fingerprint, tensor_fingerprint
-from verlite.weights.ipc import BucketStream, Publisher
+from verlite.weights.ipc import (
+    TRIAL_S,
+    BucketStream,
+    Publisher,
+    error_line,
+    publish_trial,
+    read_trial,
+)
 from verlite.weights.transport import publish
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -88,8 +96,9 @@ class Checks:
     shape: str
     folder: Path
 
-    def __call__(self, name: str, limit: float, measure: Callable[[], float]) -> None:
-        """Run one check: it passes if the figure that `measure` returns is at most `limit`."""
+    def __call__(self, name: str, limit: float, measure: Callable[[], float]) -> bool:
+        """Run one check: it passes if the figure that `measure` returns is at most `limit`. Return
+        whether it passed."""
         began = time.time()
         row: dict[str, Any] = {"limit": limit}
         try:
@@ -100,6 +109,7 @@ class Checks:
         except Exception as error:  # a broken check must not stop the others
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         self.results.write(name, row | {"seconds": time.time() - began})
+        return bool(row["status"] == "passed")
 
     @property
     def is_cuda(self) -> bool:
@@ -841,8 +851,9 @@ def engine_checks(check: Checks, name: str, dtype: str) -> None:
         check(f"{name} {dtype}, wrong weights accepted", 0, refused)
         check(f"{name} {dtype}, gap after the repair", gap_limit, new_weights)
         check(f"{name} {dtype}, MiB of tensors while asleep", 1, asleep_tensors)
-        # Kernels that the engine has loaded, vLLM's CUDA graphs.
-        check(f"{name} {dtype}, MiB of the device held while asleep", 512, asleep_device)
+        # Kernels that the engine has loaded; of vLLM also CUDA graphs and its process's context.
+        held = 3072 if name == "vllm" else 512
+        check(f"{name} {dtype}, MiB of the device held while asleep", held, asleep_device)
         check(f"{name} {dtype}, MiB grown over three syncs", 64, grown)
     finally:
         built.close()
@@ -955,28 +966,58 @@ def ipc(check: Checks) -> None:
     process = context.Process(target=serve_ipc, args=(sent, answers), daemon=True)
     process.start()
     generator = torch.Generator().manual_seed(5)
+
+    def answer() -> Any:
+        """Return what the other process answers; raise what it could not do, or that it hangs,
+        before this part is killed."""
+        until = time.time() + check.results.left() / 2
+        while True:
+            try:
+                found, reason = answers.get(timeout=1)
+            except queue.Empty:
+                if not process.is_alive():
+                    reason = f"ended with exit code {process.exitcode}"
+                elif time.time() > until:
+                    reason = "does not answer"
+                else:
+                    continue
+            if reason:
+                raise RuntimeError(f"the process that reads on the same device: {reason}")
+            return found
+
+    def trial() -> float:
+        answer()  # it has started
+        publisher = Publisher(check.device, TRIAL_S)
+        sent.put({"trial": publisher.address})
+        reason = publish_trial(publisher)
+        answer()
+        if reason:
+            raise RuntimeError(f"the process that publishes: {reason}")
+        return 0
+
     try:
+        if not check("trial before the first sync, failures", 0, trial):
+            return  # a run takes weight_transport=shared_memory then
         for name, dtype in DTYPES.items():
             tensor = torch.randn(1000, 257, generator=generator).to(dtype).to(check.device)
 
             def differs(tensor: Tensor = tensor) -> float:
                 sent.put(tensor)
-                answer = answers.get(timeout=90)
                 expected = tensor_fingerprint(tensor)
-                return float(answer != expected)
+                return float(answer() != expected)
 
             check(f"{name}, fingerprint in the other process differs", 0, differs)
 
         def written() -> float:
             tensor = torch.zeros(4096, device=check.device)
             sent.put((tensor, 7.0))
-            answers.get(timeout=90)
+            answer()
             return float((tensor != 7).sum())
 
         check("elements not seen that the other process wrote", 0, written)
 
         held = used_mib(check.device) if check.is_cuda else 0.0
-        check("transport ipc, weights that differ", 0, lambda: streamed(check, sent, answers))
+        check("transport ipc, weights that differ", 0, lambda: streamed(check, sent, answer))
 
         def left() -> float:
             check.need_cuda()
@@ -988,7 +1029,7 @@ def ipc(check: Checks) -> None:
             torch.cuda.empty_cache()
             configure("expandable_segments:True")
             try:
-                return streamed(check, sent, answers)
+                return streamed(check, sent, answer)
             finally:
                 configure("expandable_segments:False")
 
@@ -1002,7 +1043,7 @@ def ipc(check: Checks) -> None:
             process.kill()
 
 
-def streamed(check: Checks, sent: Any, answers: Any) -> float:
+def streamed(check: Checks, sent: Any, answer: Callable[[], Any]) -> float:
     """Return the weights that do not arrive as they were published, in several buckets."""
     generator = torch.Generator().manual_seed(6)
     named = [
@@ -1010,33 +1051,45 @@ def streamed(check: Checks, sent: Any, answers: Any) -> float:
         for name, dtype in DTYPES.items()
         for i in range(9)
     ]
-    publisher = Publisher(check.device, timeout_s=90)
+    publisher = Publisher(check.device, TRIAL_S)
     try:
         sent.put({"address": publisher.address})
         publish(named, [publisher], bucket_bytes=1 << 20)
-        found = answers.get(timeout=90)
     finally:
         publisher.close()
+        found = answer()  # says why, if the other process has closed the stream
     expected = {name: tensor_fingerprint(tensor) for name, tensor in named}
     return len(found.items() ^ expected.items())
 
 
 def serve_ipc(sent: Any, answers: Any) -> None:
     """Answer each tensor with its fingerprint; fill it first if a number comes with it. Answer an
-    address with the fingerprints of what is published there."""
-    while (message := sent.get()) is not None:
-        if isinstance(message, dict):
-            stream = BucketStream((message["address"],), timeout_s=90)
-            answers.put({name: tensor_fingerprint(tensor) for name, tensor in stream})
-            continue
-        if isinstance(message, tuple):
-            message[0].fill_(message[1])
-            message = message[0]
-        answer = tensor_fingerprint(message)
-        if message.is_cuda:
-            torch.cuda.synchronize()
-        del message  # releases the sender's memory
-        answers.put(answer)
+    address with the fingerprints of what is published there. An answer is a pair: what was found,
+    and why nothing was."""
+    answers.put((None, ""))  # started
+    while True:
+        try:
+            if (message := sent.get()) is None:  # opens the sender's memory
+                return
+            if isinstance(message, dict):
+                (what, address), found = message.popitem(), None
+                stream, reason = BucketStream((address,), timeout_s=TRIAL_S), ""
+                if what == "trial":
+                    reason = read_trial(stream)
+                else:
+                    found = {name: tensor_fingerprint(tensor) for name, tensor in stream}
+                answers.put((found, reason))
+                continue
+            if isinstance(message, tuple):
+                message[0].fill_(message[1])
+                message = message[0]
+            found = tensor_fingerprint(message)
+            if message.is_cuda:
+                torch.cuda.synchronize()
+            del message  # releases the sender's memory
+            answers.put((found, ""))
+        except Exception as error:
+            answers.put((None, error_line(error)))
 
 
 GROUPS: dict[str, Callable[[Checks], None]] = {

@@ -56,6 +56,14 @@ def test_a_bug_that_changes_no_value_fails_its_check(tmp_path: Path) -> None:
     assert {row["status"] for row in rows if row["row"] != failed} == {"passed"}
 
 
+def test_a_refused_handle_fails_the_trial_at_once(tmp_path: Path) -> None:
+    """On a machine where processes cannot share memory, the script says why and goes on."""
+    trial = "trial before the first sync, failures"
+    (row,) = rows_of(["ipc"], tmp_path, [trial], DRY_IPC="0")
+    assert row["row"] == trial
+    assert "reads on the same device: AcceleratorError: CUDA error" in row["reason"]
+
+
 def test_engine_and_measurements(tmp_path: Path) -> None:
     rows = rows_of(["hf", *MEASUREMENTS], tmp_path)
     hf = [row for row in rows if row["part"] == "hf"]
@@ -63,4 +71,5 @@ def test_engine_and_measurements(tmp_path: Path) -> None:
     assert {row["row"]: row["skipped"] for row in rows if "skipped" in row} == SKIPPED
     found = {(row["part"], row["row"]): row for row in rows}
     assert found["1.5b", "load"]["device"] == "NVIDIA H100 80GB HBM3"
+    assert found["1.5b", "update"]["head_fused"] and found["1.5b", "log-probs"]["head_fused"]
     assert found["1.5b", "update"]["peak_gib"] > found["1.5b", "update"]["held_gib"] > 0

@@ -117,6 +117,7 @@ def test_gpu_script_runs_on_a_bare_machine(script, tmp_path):
 @pytest.mark.process
 def test_missing_packages_are_named_before_anything_runs(script, tmp_path):
     environment = blocking(tmp_path, ("torch", "tensordict", "omegaconf", "rich"))
+    environment |= {"PATH": "", "CC": ""}
     began = time.time()
     done = subprocess.run(
         [sys.executable, BENCHMARK / "gpu.py"], capture_output=True, text=True, env=environment
@@ -127,6 +128,7 @@ def test_missing_packages_are_named_before_anything_runs(script, tmp_path):
     assert "torch >= 2.11 (not pure Python" in done.stderr
     assert "python recipes/benchmark/bare.py" in done.stderr
     assert "rich is not installed: a formatted table is left out" in done.stdout
+    assert "no C compiler (cc): Triton cannot build kernels" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -215,14 +217,21 @@ def test_failed_row_does_not_stop_the_others(script, tmp_path):
     module, path = script("gpu"), tmp_path / "gpu.jsonl"
     results = script("parts").Results(path, "tiny", time.time() + 50)
     row = module.Rows(results, torch.device("cpu"))
+
+    def out_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nSee docs")
+
     row("first", 1, lambda: {"seconds": 2})
     row("long", 60, lambda: pytest.fail("no time is left for this row"))
     row("broken", 1, lambda: {}["missing"])
+    row("too large", 1, out_of_memory)
     row("last", 1, lambda: {"seconds": 3})
     found = script("parts").read(path)["tiny"]
     assert found["first"]["seconds"] == 2 and found["last"]["seconds"] == 3
     assert found["long"]["skipped"].startswith("takes about 60 s")
     assert found["broken"]["error"] == "KeyError: 'missing'"
+    assert found["too large"]["skipped"] == "CUDA out of memory. Tried to allocate 9 GiB."
+    assert not module.has_failed({"tiny": {"too large": found["too large"]}})
     notes = {line[1]: line[-1] for line in module.summary({"tiny": found})}
     assert notes["broken"] == "ERROR KeyError: 'missing'"
     assert notes["long"].startswith("skipped: takes about 60 s")

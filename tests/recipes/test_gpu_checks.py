@@ -52,7 +52,7 @@ GROUPS = [
     ("checkpoint", 6, 0),
     ("adapters", 5, 0),
     ("hf", 14, 6),
-    pytest.param("ipc", 5, 2, marks=pytest.mark.process),
+    pytest.param("ipc", 6, 2, marks=pytest.mark.process),
 ]
 
 
