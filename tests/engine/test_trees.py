@@ -109,7 +109,15 @@ def test_losses_differ_by_the_order_of_sums_alone(
     assert matrix.difference(gradients, flat_gradients) < limit
 
 
-@pytest.mark.parametrize("settings", [{"lora_rank": 4}, {"enable_gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_rank": 4},
+        {"enable_gradient_checkpointing": True},
+        {"enable_gradient_checkpointing": "attention"},
+        {"enable_gradient_checkpointing": "products", "lora_rank": 4},
+    ],
+)
 def test_adapters_and_recomputation_change_nothing(
     tiny_qwen2: str, settings: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ from recipes.agent import run as agent_run
 from recipes.dpo import make as dpo
 from recipes.quickstart import make, run
 from recipes.search import run as search_run
+from tests.config.conftest import NO_WEIGHTS
 from tests.sft.rows import read_examples
 from verlite.config import sft
 from verlite.config.commands import SFT
@@ -104,6 +105,7 @@ def test_model_has_vllms_head_size_and_depends_only_on_the_seed(built, tmp_path)
 
 def test_commands_use_each_others_files(tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
+    (tmp_path / make.FOLDER / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     (tmp_path / make.FOLDER / "warm_up.parquet").touch()
     monkeypatch.chdir(tmp_path)
     warm_up = compose(overrides=run.WARM_UP[2:], command=SFT).config

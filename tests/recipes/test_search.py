@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.search import make, run
+from tests.config.conftest import NO_WEIGHTS
 from tests.sft.rows import read_examples
 from verlite.config import make_plan, sft
 from verlite.config.commands import SFT
@@ -107,6 +108,7 @@ def test_search_engine_finds_facts_and_empty_corpus_finds_nothing(built, monkeyp
 
 def test_commands_use_each_others_files(built, tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
+    (tmp_path / make.FOLDER / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
     (tmp_path / make.FOLDER / "warm_up.parquet").touch()
     monkeypatch.chdir(tmp_path)
     assert (
