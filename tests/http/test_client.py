@@ -345,3 +345,17 @@ def test_no_server_at_the_address_is_down() -> None:
     url = "http://127.0.0.1:1"
     with pytest.raises(Down):
         run(Client(service(url)), lambda client: client.attempt(url, {}, same))
+
+
+def test_a_connection_that_is_closed_at_once_is_broken(monkeypatch):
+    """anyio then finds no socket. Other such errors are raised as they are."""
+    monkeypatch.setattr(Client, "_exchange", lambda self, *_: self.asked())
+    for name, expected in (("getpeername", Broken), ("other", AttributeError)):
+
+        async def asked(name: str = name) -> None:
+            getattr(None, name)
+
+        monkeypatch.setattr(Client, "asked", lambda self, asked=asked: asked(), raising=False)
+        client = Client(service("http://127.0.0.1:1"))
+        with pytest.raises(expected):
+            asyncio.run(client.attempt("http://127.0.0.1:1", {}, lambda value: value))

@@ -362,6 +362,11 @@ class Client:
             raise kind(
                 f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             ) from error
+        except AttributeError as error:
+            if error.name != "getpeername":
+                raise
+            # anyio asks a connection that the server has closed at once for its peer.
+            raise Broken("the connection was closed at once") from error
         if not 200 <= status < 300:
             text = f"HTTP {status}: {one_line(answer[:800].decode(errors='replace'), 200)}"
             if status in (408, 429) or status >= 500:
