@@ -55,7 +55,9 @@ class Phase:
 @contextmanager
 def busy(count: int) -> Iterator[list[psutil.Popen]]:
     """Keep `count` processes in an endless loop."""
-    command = [sys.executable, "-c", "while True: pass"]
+    # Ends also if this process is killed.
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}:\n for _ in range(10**6): pass"
+    command = [sys.executable, "-c", loop]
     loops = [psutil.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield loops

@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.conftest import texts
 from verlite.config import make_plan
-from verlite.config.compile import policy_loss_spec, role_spec
+from verlite.config.compile import actor_spec, policy_loss_spec, role_spec
 from verlite.config.plan import Micro, engine_settings, installed
 from verlite.spec.roles import DistillationSpec
 
@@ -257,6 +257,29 @@ def test_tensor_parallel_engines(material):
         plan = make_plan(config, device=device)
         assert (plan.tensor_parallel, plan.engines) == (2, 4)
         assert plan.weights.devices[1] == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transport", "is_tried", "share"),
+    [
+        ([], "ipc", True, 1.0),
+        (["free_cache_engine=false"], "ipc", True, 0.0),
+        (["weight_transport=ipc"], "ipc", False, 1.0),
+        (["name=tests.trainer.mortal:Mortal"], "shared_memory", False, 1.0),
+        (["trainer.mode=pipelined"], "shared_memory", False, 1.0),
+    ],
+)
+def test_auto_tries_ipc_on_gpus_for_engines_that_sleep(
+    material, overrides, transport, is_tried, share
+):
+    rollout = "actor_rollout_ref.rollout."
+    config = material.load(
+        *(key if key.startswith("trainer") else rollout + key for key in overrides)
+    ).config
+    plan = make_plan(config, device="cuda")
+    assert set(plan.weights.transport) == {transport}
+    assert (plan.weights.fallback is not None) == is_tried
+    assert actor_spec(config, plan, 1).publish.engine_share == share
 
 
 def test_validation_schedule(material):

@@ -489,8 +489,8 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
         weight_transport(config),
         placement.get("inference", ()),
     )
-    # Running engines leave less room than a trial would find. An engine of the user's may not read
-    # weights on a GPU.
+    # In other modes engines keep their cache during a sync, which a trial would not see. A user's
+    # own engine may not be able to read weights on a GPU.
     if config.trainer.mode != "sync" or name not in catalog.ENGINES:
         weights = weights.fallback or weights
     return {

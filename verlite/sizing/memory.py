@@ -47,7 +47,7 @@ class SyncBytes:
     per_device: bytes that each device of an engine holds.
     uses: the transports.
     adapters: parameters that later syncs export alone (rollout.lora_sync=adapter); None: all.
-    fallback: the sync if the trial of ipc fails; None: there is no trial.
+    fallback: the same facts for the case that the trial of ipc fails. None if none is made.
     """
 
     parameters: int

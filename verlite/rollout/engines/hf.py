@@ -224,7 +224,7 @@ class HFCore:
                 missing.pop(targets[name].data_ptr(), None)
                 loaded[name] = targets[name]
             else:
-                renamed[name] = tensor.clone().cpu()  # a device has no room for a second model
+                renamed[name] = tensor.to("cpu", copy=True)  # two models may not fit a device
         if renamed:
             for name, tensor in self._convert(loaded | renamed).items():
                 _copy(name, tensor, targets[name])
