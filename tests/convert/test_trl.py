@@ -390,6 +390,9 @@ Mine('m', SFTConfig(learning_rate=1e-4))
 
 def test_a_trainer_of_the_scripts_own(script):
     assert script(OWN_TRAINER.format("log")).values["model.path"] == "m"
+    assert script(OWN_TRAINER.replace("def {}", "_tag_names = ['x']\n    def log"))
+    found = problems(script, OWN_TRAINER.format("_compute_loss"))
+    assert "Mine._compute_loss: is a part of the script's own class" in found
     for part in ("def compute_loss", "async def compute_loss", "compute_loss = f\n    def log"):
         found = problems(script, OWN_TRAINER.replace("def {}", part))
         assert "Mine.compute_loss: is a part of the script's own class" in found

@@ -35,8 +35,12 @@ QUANTIZED = ("quantization_config", "load_in_4bit", "load_in_8bit")
 """Arguments of from_pretrained that load a model with fewer bits."""
 TEMPLATES = ("setup_chat_format", "clone_chat_template", "get_chat_template")
 """Functions of TRL and Unsloth that give a tokenizer another chat template."""
-OWN_METHODS = {"log", "evaluate", "save_model", "push_to_hub", "create_model_card"}
-"""Methods of a trainer that a script may override without changing how it trains."""
+HARMLESS = {
+    *("log", "evaluate", "save_model", "push_to_hub", "create_model_card"),
+    *("_tag_names", "_name", "_paper"),
+}
+"""Parts of a trainer that a script may override without changing how it trains. Others that begin
+with an underscore, such as _compute_loss, do change it."""
 LOADED_AS = {"torch_dtype", "dtype", "device_map", "attn_implementation", "trust_remote_code"}
 """Arguments of from_pretrained that leave the weights as they are."""
 
@@ -256,8 +260,7 @@ def _own_parts(tree: ast.AST, classes: dict[str, str]) -> Iterator[str]:
                 names = [ast.unparse(target) for target in targets if target is not None]
             is_trainer = classes[node.name].endswith("Trainer")
             for name in names:
-                is_harmless = name in OWN_METHODS or re.match("_[a-z]", name)  # _tag_names = ...
-                if not (is_trainer and is_harmless):
+                if not (is_trainer and name in HARMLESS):
                     yield f"{node.name}.{name}"
 
 
