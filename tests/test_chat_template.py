@@ -92,7 +92,8 @@ def test_usual_arithmetic_is_not_refused(template: str) -> None:
 
 @pytest.mark.process
 def test_a_step_of_python_without_end_ends_the_process() -> None:
-    """Each list has the last one twice, so the comparison takes 2**99 steps."""
+    """Each list has the last one twice, so the comparison takes 2**99 steps. The system interrupts
+    another thread, as it may."""
     template = (
         "{% set ns = namespace(a=[0], b=[0]) %}{% for i in range(99) %}"
         "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
@@ -107,6 +108,9 @@ def test_a_step_of_python_without_end_ends_the_process() -> None:
         f"build_prompt(tokenizer, {MESSAGES!r})\n"
         "chat_template.CPU_SECONDS = 1\n"
         f"tokenizer.chat_template = {template!r}\n"
+        "import signal, threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXCPU])\n"
         f"build_prompt(tokenizer, {MESSAGES!r})\n"
     )
     root = Path(__file__).parents[1]

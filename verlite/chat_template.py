@@ -118,7 +118,7 @@ def _word(kind: str, text: str) -> str:
 
 @contextmanager
 def _cpu_limit() -> Iterator[None]:
-    """Let the system end the process after CPU_SECONDS, with the stack of this thread.
+    """Let the system end the process after CPU_SECONDS, with the stacks of its threads.
 
     Nothing else ends one step of Python that computes for hours, such as the comparison of lists
     that contain each other twice, sixty times over: not even Ctrl-C.
@@ -132,7 +132,8 @@ def _cpu_limit() -> Iterator[None]:
     if any(old != resource.RLIM_INFINITY and old <= limit for old in before):
         yield
         return
-    faulthandler.register(signal.SIGXCPU, file=2, all_threads=False, chain=True)
+    # The system may interrupt any thread, so the stacks of all are written.
+    faulthandler.register(signal.SIGXCPU, file=2, all_threads=True, chain=True)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
     try:
         yield
